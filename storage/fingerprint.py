@@ -1,0 +1,45 @@
+"""What a run looked like when a checkpoint was written, against what it looks like now. The rule: no silent change.
+
+Names are `<role>.world_size` and `<role>.<component>.<name>`: `actor.model.structure`, `trainer.dataloader.batch_size`.
+A change is refused with both values unless it is accepted by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .errors import FingerprintError
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Every name whose value changed, as (saved, now); None stands for a name that one of them does not have."""
+    return {
+        name: (saved.get(name), now.get(name))
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    }
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+    """Raises FingerprintError naming every change that `allow` does not name, with both values.
+
+    A name in `allow` stands for itself and all below it: `trainer.dataloader` accepts `trainer.dataloader.batch_size`.
+    """
+    refused = {name: pair for name, pair in changes(saved, now).items() if not _accepted(name, allow)}
+    if not refused:
+        return
+    shown = "; ".join(f"{name}: saved {_show(old)}, now {_show(new)}" for name, (old, new) in refused.items())
+    raise FingerprintError(
+        f"the run is not the one that the checkpoint was written by: {shown}. Nothing was touched; start it as it was, "
+        f"or accept the change by name: allow_changes={sorted(refused)}.",
+        changes=refused,
+    )
+
+
+def _accepted(name: str, allow: Collection[str]) -> bool:
+    return any(name == accepted or name.startswith(f"{accepted}.") for accepted in allow)
+
+
+def _show(value: Any) -> str:
+    return "nothing" if value is None else repr(value)

@@ -1,0 +1,517 @@
+"""What lies at rest beside the tensors, as frozen models. The rule: strict in, canonical out.
+
+Reading refuses unknown fields, wrong types and unknown format versions (both versions are named); writing gives the
+same bytes for the same content (sorted keys, no spaces), because digests are taken over them. Nothing read here is
+ever executed or imported by name. A Manifest that can be constructed is whole: its validators hold every rule that
+can be checked without looking at the files.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import Self
+
+from .errors import FormatVersionError, IntegrityError
+from .layout import NAME_PATTERN, RESERVED, shard_path
+
+FORMAT_VERSION = 1
+
+
+def _unicode(text: str) -> str:
+    text.encode("utf-8")  # lone surrogates raise UnicodeEncodeError, a ValueError
+    return text
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _metric_in(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+def _metric_out(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+Name = Annotated[str, Field(pattern=rf"^{NAME_PATTERN}\z")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
+Utc = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z\z")]  # ids.utc_text makes them
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Rank = Annotated[int, Field(ge=0, lt=10**9)]
+Metric = Annotated[
+    float, BeforeValidator(_metric_in), PlainSerializer(_metric_out, when_used="json")
+]  # JSON has no NaN
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
+Nodes = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
+
+
+class Part(BaseModel):
+    """Base of everything in here: strict, frozen, no unknown fields."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+def _check_version(found: Any, what: str, where: str) -> None:
+    if isinstance(found, bool) or found != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{where}: this {what} has format version {found!r}, and this lastgood reads version {FORMAT_VERSION}. "
+            "Nothing was changed; use the lastgood that wrote it, or a newer one.",
+            path=where,
+            found=found,
+            supported=FORMAT_VERSION,
+        )
+
+
+class FileModel(Part):
+    """Base of the models that are one file or object each."""
+
+    what: ClassVar[str] = "file"
+
+    format_version: int = FORMAT_VERSION
+
+    @field_validator("format_version", mode="before")
+    @classmethod
+    def _known_version(cls, value: Any) -> Any:
+        _check_version(value, cls.what, cls.what)
+        return value
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes: canonical JSON in UTF-8 and a newline; equal content gives equal bytes."""
+        content = self.model_dump(mode="json")
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8") + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str) -> Self:
+        """Reads what to_bytes wrote. `where` (a path or key) is for the error.
+
+        Raises FormatVersionError for another format version, IntegrityError for anything else that is wrong.
+        """
+        content = _load_json(data, cls.what, where)
+        if "format_version" not in content:
+            raise _broken(cls.what, where, "it names no format version")
+        _check_version(content["format_version"], cls.what, where)
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise _broken(cls.what, where, _first_problems(error)) from error
+
+
+def _load_json(data: bytes, what: str, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(bytes(data).decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _broken(what, where, f"it is not JSON ({error}; {len(data)} bytes)") from error
+    if not isinstance(content, dict):
+        raise _broken(what, where, f"it holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return content
+
+
+def _first_problems(error: ValidationError) -> str:
+    problems = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors(include_url=False)]
+    return "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+
+
+def _broken(what: str, where: str, why: str) -> IntegrityError:
+    return IntegrityError(
+        f"{where} is not a whole {what}: {why}. It was left as it is and is not used; "
+        "take this checkpoint from another copy, or an earlier checkpoint.",
+        path=where,
+    )
+
+
+class Chunk(Part):
+    """One box of a (possibly sharded) tensor, and where its bytes lie in the shard file."""
+
+    fqn: Text  # path of the tensor in the component's tree, dotted as users know it from state dicts
+    dtype: Text  # torch's or numpy's name without a prefix: "bfloat16", "uint16"
+    global_shape: Counts
+    offsets: Counts  # of this box in the global tensor, in elements
+    sizes: Counts  # in elements
+    begin: Count  # byte range in the shard file, end exclusive
+    end: Count
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not len(self.global_shape) == len(self.offsets) == len(self.sizes):
+            raise ValueError(f"chunk {self.fqn}: global_shape, offsets and sizes differ in length")
+        if any(o + s > g for o, s, g in zip(self.offsets, self.sizes, self.global_shape, strict=True)):
+            raise ValueError(f"chunk {self.fqn}: {self.sizes} at {self.offsets} is outside of {self.global_shape}")
+        if self.begin > self.end:
+            raise ValueError(f"chunk {self.fqn}: byte range {self.begin}-{self.end}")
+        return self
+
+
+def blocks_in(nbytes: int, block_bytes: int) -> int:
+    """How many blocks a file of `nbytes` has."""
+    return -(-nbytes // block_bytes)
+
+
+def digest_of_blocks(blocks: tuple[str, ...] | list[str]) -> str:
+    """The digest of a file from its blocks' hex digests: SHA-256 over the concatenated binary ones (as S3 does)."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, blocks))).hexdigest()
+
+
+class ShardRecord(Part):
+    """One shard file: whose it is, how long, and the digest of every block."""
+
+    role: Name
+    rank: Rank
+    component: Name
+    path: Text  # inside the attempt's directory; always layout.shard_path(role, rank, component)
+    nbytes: Count
+    block_bytes: Annotated[int, Field(ge=1)]
+    blocks: Annotated[tuple[Sha256, ...], BeforeValidator(_as_tuple)]
+    digest: Sha256
+    node: Text  # durable identity of the staging directory that wrote it
+    chunks: Annotated[tuple[Chunk, ...], BeforeValidator(_as_tuple)] = ()
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.role in RESERVED:
+            raise ValueError(f"role {self.role} is the name of a file of every checkpoint")
+        expected = shard_path(self.role, self.rank, self.component)
+        if self.path != expected:
+            raise ValueError(f"path {self.path!r} is not the place of this shard, {expected}")
+        if len(self.blocks) != blocks_in(self.nbytes, self.block_bytes):
+            raise ValueError(
+                f"{self.path}: {len(self.blocks)} block digests for {self.nbytes} bytes in blocks of {self.block_bytes}"
+            )
+        if self.digest != digest_of_blocks(self.blocks):
+            raise ValueError(f"{self.path}: digest is not that of the blocks")
+        for chunk in self.chunks:
+            if chunk.end > self.nbytes:
+                raise ValueError(f"{self.path}: chunk {chunk.fqn} ends at byte {chunk.end} of {self.nbytes}")
+        return self
+
+
+class RoleRecord(Part):
+    """What a role consists of: ranks 0..world_size-1, each with all components."""
+
+    world_size: Annotated[int, Field(ge=1, le=10**9)]
+    components: Names
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        if len(set(self.components)) != len(self.components):
+            raise ValueError(f"components named twice: {self.components}")
+        return self
+
+
+class MemberRecord(Part):
+    """One member's word at the snapshot."""
+
+    role: Name
+    rank: Rank
+    node: Text
+    updates: Count | None = None  # optimizer updates so far; None without an optimizer
+
+
+class Head(Part):
+    """What names an attempt: its id and its place in the order of checkpoints (epoch, sequence)."""
+
+    attempt: Name
+    step: Count
+    epoch: Count
+    sequence: Count
+
+
+class Parent(Head):
+    """The checkpoint that this one grew from."""
+
+
+class Manifest(FileModel):
+    """manifest.json: everything that an attempt consists of. The list of its files is exact; strangers are ignored."""
+
+    what = "manifest"
+
+    run: Name
+    attempt: Name
+    step: Count
+    epoch: Count
+    sequence: Count
+    kind: Text  # messages.SaveKind's value
+    tag: Name | None = None
+    reason: Text = ""
+    requested_by: Text = ""
+    created_at: Utc
+    parent: Parent | None = None
+    roles: dict[Name, RoleRecord]
+    members: Annotated[tuple[MemberRecord, ...], BeforeValidator(_as_tuple)]
+    participants: Nodes  # nodes whose accept the commit needs: all that hold shards
+    shards: Annotated[tuple[ShardRecord, ...], BeforeValidator(_as_tuple)]
+    metrics: dict[Text, Metric] = Field(default_factory=dict)
+    fingerprint: dict[Text, JsonValue] = Field(default_factory=dict)
+    versions: dict[Text, Text] = Field(default_factory=dict)
+
+    @field_validator("fingerprint")
+    @classmethod
+    def _plain(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+        return value
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if not self.roles:
+            raise ValueError("it names no role")
+        if len(set(self.participants)) != len(self.participants):
+            raise ValueError(f"participants named twice: {self.participants}")
+        reserved = RESERVED & self.roles.keys()
+        if reserved:
+            raise ValueError(f"roles are named as files of every checkpoint: {sorted(reserved)}")
+        total = sum(record.world_size for record in self.roles.values())
+        if len(self.members) != total:  # first, so that an absurd world size costs no memory
+            raise ValueError(f"{len(self.members)} members for roles of {total} ranks in all")
+        members = {(role, rank) for role, record in self.roles.items() for rank in range(record.world_size)}
+        _same_set("members", [(m.role, m.rank) for m in self.members], members)
+        owed = {(role, rank, name) for role, rank in members for name in self.roles[role].components}
+        _same_set("shards", [(s.role, s.rank, s.component) for s in self.shards], owed)
+        folded = {s.path.casefold() for s in self.shards}
+        if len(folded) != len(self.shards):
+            raise ValueError("two shards differ only in the case of their letters")
+        nodes = {shard.node for shard in self.shards}
+        if nodes != set(self.participants):
+            raise ValueError(
+                f"participants {sorted(self.participants)} are not the nodes of the shards {sorted(nodes)}"
+            )
+        return self
+
+    @property
+    def head(self) -> Head:
+        return Head(attempt=self.attempt, step=self.step, epoch=self.epoch, sequence=self.sequence)
+
+    def shards_of(self, node: str) -> tuple[ShardRecord, ...]:
+        """The shards that `node` wrote."""
+        return tuple(shard for shard in self.shards if shard.node == node)
+
+
+def _same_set(what: str, found: list[Any], owed: set[Any]) -> None:
+    have = set(found)
+    if len(have) != len(found):
+        doubled = [item for item, times in collections.Counter(found).items() if times > 1]
+        raise ValueError(f"{what} stand in it twice: {_some(doubled)}")
+    if have != owed:
+        problems = [f"lacks {_some(owed - have)}"] if owed - have else []
+        problems += [f"does not expect {_some(have - owed)}"] if have - owed else []
+        raise ValueError(f"{what}: the roles' declaration {' and '.join(problems)}")
+
+
+def _some(items: Any) -> str:
+    listed = sorted(items)
+    return ", ".join(":".join(map(str, item)) for item in listed[:5]) + (
+        f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    )
+
+
+class Completed(FileModel):
+    """COMPLETED: the proof that the attempt is committed. The same bytes, at step level, are the step's pointer."""
+
+    what = "COMPLETED"
+
+    run: Name
+    attempt: Name
+    step: Count
+    epoch: Count
+    sequence: Count
+    manifest_sha256: Sha256  # of manifest.json's bytes
+    kind: Text
+    tag: Name | None = None
+    participants: Nodes
+    committed_at: Utc
+
+    @classmethod
+    def of(cls, manifest: Manifest, manifest_bytes: bytes, committed_at: str) -> Completed:
+        """The marker for a manifest; `manifest_bytes` are the very bytes that lie in manifest.json."""
+        return cls(
+            run=manifest.run,
+            attempt=manifest.attempt,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            sequence=manifest.sequence,
+            manifest_sha256=hashlib.sha256(manifest_bytes).hexdigest(),
+            kind=manifest.kind,
+            tag=manifest.tag,
+            participants=manifest.participants,
+            committed_at=committed_at,
+        )
+
+    @property
+    def head(self) -> Head:
+        return Head(attempt=self.attempt, step=self.step, epoch=self.epoch, sequence=self.sequence)
+
+
+Pointer = Completed  # global_step_N/COMPLETED is a copy of the COMPLETED of the attempt it points to
+
+
+class Tombstone(FileModel):
+    """Stands in COMPLETED's place of an attempt that was collected, for ever: a late writer cannot complete it."""
+
+    what = "tombstone"
+
+    tombstone: Literal[True] = True
+    run: Name
+    attempt: Name
+    step: Count
+    epoch: Count
+    sequence: Count
+    reason: Text
+    deleted_at: Utc
+
+
+def read_completed(data: bytes, *, where: str) -> Completed | Tombstone:
+    """Reads what stands under an attempt's COMPLETED. Raises IntegrityError (FormatVersionError) for garbage."""
+    content = _load_json(data, Completed.what, where)
+    if "tombstone" in content:
+        return Tombstone.from_bytes(data, where=where)
+    return Completed.from_bytes(data, where=where)
+
+
+class Latest(FileModel):
+    """latest.json: the newest checkpoint. On file systems a hint; truth is the COMPLETEDs."""
+
+    what = "latest.json"
+
+    path: Text  # of the attempt's directory, relative to the run's: global_step_400/<attempt>
+    global_step: Count
+    epoch: Count
+    sequence: Count
+    attempt: Name
+    manifest_sha256: Sha256
+    committed_at: Utc
+    durable_at: Utc | None = None
+
+    @classmethod
+    def of(cls, completed: Completed, durable_at: str | None = None) -> Latest:
+        return cls(
+            path=f"global_step_{completed.step}/{completed.attempt}",
+            global_step=completed.step,
+            epoch=completed.epoch,
+            sequence=completed.sequence,
+            attempt=completed.attempt,
+            manifest_sha256=completed.manifest_sha256,
+            committed_at=completed.committed_at,
+            durable_at=durable_at,
+        )
+
+
+class Record(FileModel):
+    """records/<attempt>.json: a participant's write-once word on an attempt."""
+
+    what = "record"
+
+    state: Literal["accept", "refuse"]
+    head: Head
+    reason: Text | None = None  # of a refuse: a sentence
+    manifest: Text | None = None  # of an accept: the manifest's JSON text, byte for byte
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.state == "accept":
+            if self.manifest is None:
+                raise ValueError("an accept without the manifest")
+            if self.read_manifest(where="the record").head != self.head:
+                raise ValueError("the manifest in it is another attempt's")
+        elif self.manifest is not None or not self.reason:
+            raise ValueError("a refuse has a reason and no manifest")
+        return self
+
+    def read_manifest(self, *, where: str) -> Manifest:
+        """The manifest of an accept. Raises IntegrityError when it has none or it is broken."""
+        if self.manifest is None:
+            raise _broken(self.what, where, f"a {self.state} holds no manifest")
+        return Manifest.from_bytes(self.manifest.encode("utf-8"), where=where)
+
+
+class StagedList(FileModel):
+    """staged.json: what one node wrote for an attempt, durable before it is acknowledged."""
+
+    what = "staged list"
+
+    run: Name
+    head: Head
+    node: Text
+    shards: Annotated[tuple[ShardRecord, ...], BeforeValidator(_as_tuple)]
+
+
+class DurableNote(FileModel):
+    """DURABLE: this node knows that the store's COMPLETED for the attempt stands."""
+
+    what = "durable note"
+
+    head: Head
+    noted_at: Utc
+
+
+class LedgerEntry(FileModel):
+    """ledger/<epoch>-<sequence>.json in the store: this commit happened, and these nodes hold it."""
+
+    what = "ledger entry"
+
+    run: Name
+    attempt: Name
+    step: Count
+    epoch: Count
+    sequence: Count
+    nodes: Nodes
+    manifest_sha256: Sha256
+    committed_at: Utc
+
+
+class NodeIdentity(FileModel):
+    """node.json: the durable name of a staging directory (Ray's node ids change)."""
+
+    what = "node identity"
+
+    node: Annotated[Text, Field(min_length=1)]
+
+
+class EpochNote(FileModel):
+    """epoch.json (the highest epoch a stager has seen) and epochs/<n> in the store (who claimed it)."""
+
+    what = "epoch note"
+
+    epoch: Count
+    owner: Text = ""  # token of the claimant: a claim of unknown outcome is read back and compared
+    noted_at: Utc | None = None
+
+
+class Owner(FileModel):
+    """owner.json in the store: which coordinator leads the run, refreshed while it lives."""
+
+    what = "owner"
+
+    run: Name
+    owner: Text  # token of the coordinator's incarnation
+    epoch: Count
+    address: Text  # for people: cluster, host, process
+    heartbeat_at: Utc
+    interval_s: Annotated[float, Field(gt=0)]  # between heartbeats; stale after several of them
