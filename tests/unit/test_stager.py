@@ -1,0 +1,400 @@
+"""A stager and an agent without Ray: orders, images, staging, records, and what deaths and restarts do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lastgood.coordinator.messages import AttemptHead, LoadRequest, MemberId, MemberInfo, RecordState, SnapshotOrder
+from lastgood.storage.errors import (
+    DeadlineError,
+    FencedError,
+    IntegrityError,
+    StagingError,
+    StoreError,
+    UsageError,
+    WindowClosedError,
+)
+from lastgood.storage.image import read_image
+from lastgood.storage.layout import RunPaths
+from lastgood.storage.manifest import Completed, EpochNote, Manifest, MemberRecord, RoleRecord, ShardRecord
+from lastgood.storage.store import FileStore
+from lastgood.workers.agent import Agent
+from lastgood.workers.member import Member
+from lastgood.workers.orders import Answer, ImageRequest, Order, OrderKind
+from lastgood.workers.processes import pid_namespace_of_this_process
+from lastgood.workers.stager import Stager, StagerConfig
+
+ACTOR = MemberId("actor", 0)
+
+
+class Loop:
+    """An event loop in a thread of its own, as an actor has it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+class LocalLink:
+    """StagerLink without Ray."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def register(self, process: str, pid: int, pid_namespace: str, members: Sequence[MemberInfo]) -> str:
+        return self.node.call("register", process, pid, pid_namespace, members)
+
+    def unregister(self, process: str) -> None:
+        self.node.call("unregister", process)
+
+    def poll(self, process: str, answer: Answer | None, wait_s: float) -> Order | None:
+        return self.node.call("poll", process, answer, wait_s)
+
+    def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
+        return self.node.call("provide", process, requests)
+
+    def locate(
+        self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
+    ) -> tuple[str, str] | None:
+        return self.node.call("locate", head, record, rejected, source)
+
+
+class Node:
+    """One node: a stager with its directories, on its own loop."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.loop = Loop()
+        self.changes = 0
+        self.stager = self.open()
+
+    def open(self) -> Stager:
+        store = FileStore(self.root / "store")
+        for epoch in range(1, 10):  # as coordinators claim them
+            store.create_exclusive(RunPaths("", "run").epoch(epoch), EpochNote(epoch=epoch).to_bytes())
+
+        async def build() -> Stager:
+            config = StagerConfig("run", self.root / "staging", self.root, f"pid {os.getpid()}", "here", 5 << 20)
+            return Stager(config, store, self.no_peer, self.changed)
+
+        return self.loop.run(build())
+
+    def restart(self) -> None:
+        self.call("close")
+        self.stager = self.open()
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    async def no_peer(self, node: str, head: AttemptHead, path: str) -> AsyncIterator[bytes]:
+        if node:
+            raise StagingError(f"no node {node}")
+        yield b""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self.loop.run(getattr(self.stager, method)(*arguments))
+
+    def close(self) -> None:
+        self.call("close")
+        self.loop.stop()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    here = Node(tmp_path)
+    yield here
+    here.close()
+
+
+@pytest.fixture
+def agent(node: Node) -> Iterator[Agent]:
+    here = Agent("run", LocalLink(node))
+    yield here
+    here.close()
+
+
+def training() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer, "cursor": {"seen": 5}}
+
+
+def update(state: dict[str, Any]) -> None:
+    state["model"](torch.randn(2, 4)).sum().backward()
+    state["optimizer"].step()
+
+
+def head(name: str = "A1", step: int = 1, epoch: int = 1, sequence: int = 1) -> AttemptHead:
+    return AttemptHead(name, step, epoch, sequence)
+
+
+def snapshot(node: Node, at: AttemptHead) -> Any:
+    return node.call("snapshot", at.epoch, SnapshotOrder(at, (ACTOR,), 30.0))
+
+
+def stage(node: Node, at: AttemptHead) -> tuple[ShardRecord, ...]:
+    return tuple(node.call("stage", at.epoch, at, 30.0))
+
+
+def manifest_of(node: Node, at: AttemptHead, shards: tuple[ShardRecord, ...]) -> bytes:
+    return Manifest(
+        run="run",
+        attempt=at.attempt,
+        step=at.step,
+        epoch=at.epoch,
+        sequence=at.sequence,
+        kind="scheduled",
+        created_at="2031-05-06T07:08:09.123Z",
+        roles={"actor": RoleRecord(world_size=1, components=tuple(sorted({s.component for s in shards})))},
+        members=(MemberRecord(role="actor", rank=0, node=node.stager.node, updates=1),),
+        participants=(node.stager.node,),
+        shards=shards,
+    ).to_bytes()
+
+
+def commit(node: Node, at: AttemptHead) -> bytes:
+    manifest = manifest_of(node, at, stage(node, at))
+    assert node.call("accept", at.epoch, at, manifest) is RecordState.ACCEPT
+    completed = Completed.of(Manifest.from_bytes(manifest, where="m"), manifest, "2031-05-06T07:08:10.000Z")
+    node.call("publish", at.epoch, completed, manifest)
+    return manifest
+
+
+def test_a_marked_step_is_copied_staged_accepted_published_and_loaded_back(node: Node, agent: Agent) -> None:
+    state = training()
+    update(state)
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    report = node.call("mark", 1, 1, 30.0).members[0]
+    assert (report.member, report.step, report.updates) == (ACTOR, 1, 0)
+    vote = snapshot(node, head())
+    assert vote.members[0].nbytes > 0
+    weights = state["model"].weight.detach().clone()
+    manifest = commit(node, head())
+    assert node.call("hello", 1, []).attempts[0].completed
+    node.call("upload", 1, head())
+    update(state)
+    state["cursor"]["seen"] = 99
+    assert not torch.equal(state["model"].weight, weights)
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
+    assert not torch.equal(state["model"].weight, weights)  # read and verified, nothing touched
+    node.call("apply", 1, head(), 30.0)
+    assert torch.equal(state["model"].weight, weights)
+    assert state["cursor"] == {"seen": 5}
+    node.call("forget", 1)
+
+
+def test_the_staged_file_is_the_image_and_every_library_reads_it(node: Node, agent: Agent) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 0, 30.0)
+    at = head(step=0)
+    snapshot(node, at)
+    stage(node, at)
+    file = node.root / "staging/run/global_step_0/A1/actor/rank_00000.model.safetensors"
+    assert torch.equal(load_file(file)["weight"], state["model"].weight)
+    assert torch.equal(read_image(file.read_bytes())["weight"], state["model"].weight)
+
+
+def test_a_snapshot_after_the_next_update_has_begun_is_refused_and_copies_nothing(node: Node, agent: Agent) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    update(state)
+    with pytest.raises(WindowClosedError):
+        snapshot(node, head())
+    node.call("mark", 1, 2, 30.0)
+    assert snapshot(node, head("A2", 2)).members[0].step == 2
+
+
+def test_images_outlive_their_process_once_sealed_and_the_attempt_commits(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    agent.close()
+    assert node.call("hello", 1, []).members == ()
+    commit(node, head())
+    assert node.stager._room.nbytes() == 0
+
+
+def test_a_new_coordinator_hears_of_images_that_nobody_staged_and_can_discard_them(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    found = node.call("hello", 2, []).attempts
+    assert [(a.attempt, a.record, a.staged) for a in found] == [("A1", RecordState.NONE, False)]
+    assert node.call("refuse", 2, head(), "its coordinator is gone") is RecordState.REFUSE
+    node.call("discard", 2, head())
+    node.call("mark", 2, 2, 30.0)
+    assert snapshot(node, head("A2", 2, 2, 2)).members[0].step == 2  # the images are free again
+
+
+def test_images_are_reused_from_save_to_save(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    sizes = set()
+    for step in range(1, 6):
+        node.call("mark", 1, step, 30.0)
+        at = head(f"A{step}", step, 1, step)
+        snapshot(node, at)
+        commit(node, at)
+        sizes.add((node.stager._room.nbytes(), node.stager._room._count))
+    assert len(sizes) == 1
+
+
+def test_an_attempt_staged_before_a_restart_can_still_be_accepted(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    shards = stage(node, head())
+    agent.close()
+    node.restart()
+    assert node.call("accept", 1, head(), manifest_of(node, head(), shards)) is RecordState.ACCEPT
+
+
+def test_an_attempt_whose_images_died_with_the_stager_is_never_accepted(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    agent.close()
+    node.restart()
+    with pytest.raises(StagingError, match="no images"):
+        stage(node, head())
+    assert node.call("accept", 1, head(), b"{}") is RecordState.UNKNOWN
+    assert list(node.root.glob("lastgood.*/image-*")) == []
+
+
+def test_an_agent_registers_again_by_itself_when_its_stager_is_restarted(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    agent._link = LocalLink(node)
+    node.restart()
+    # An order for a process that this stager does not know yet is asked until the agent has registered again.
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not node.call("hello", 1, []).members:
+        threading.Event().wait(0.01)
+    assert node.call("mark", 1, 1, 30.0).members[0].member == ACTOR
+
+
+def test_records_are_written_once(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    shards = stage(node, head())
+    assert node.call("refuse", 1, head(), "changed my mind") is RecordState.REFUSE
+    assert node.call("accept", 1, head(), manifest_of(node, head(), shards)) is RecordState.REFUSE
+    node.call("discard", 1, head())
+    assert not (node.root / "staging/run/global_step_1").exists()
+    assert node.call("hello", 1, []).attempts[0].record is RecordState.REFUSE
+
+
+def test_a_committed_attempt_is_not_discarded(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    with pytest.raises(UsageError, match="not discarded"):
+        node.call("discard", 1, head())
+
+
+class Queue:
+    """A component that keeps moving on its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load")
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
+def test_what_is_paused_is_released_once_also_by_a_new_coordinator(node: Node, agent: Agent) -> None:
+    queue = Queue()
+    agent.add(Member.of("actor", 0, 1, {"queue": queue}), "m1")
+    node.call("hello", 1, [])
+    node.call("pause", 1, head(), 30.0)
+    node.call("release", 1, head())
+    node.call("release", 1, head())
+    node.call("pause", 1, head(), 30.0)  # overtaken by the release
+    assert queue.calls == ["pause", "release"]
+    node.call("pause", 1, head("A2"), 30.0)
+    node.call("hello", 2, [])
+    assert queue.calls == ["pause", "release", "pause", "release"]
+
+
+def test_a_manifest_with_other_shards_than_were_staged_is_not_accepted(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    shards = stage(node, head())
+    node.call("mark", 1, 2, 30.0)
+    other = head("A2", 2, 1, 2)
+    snapshot(node, other)
+    stage(node, other)
+    changed = tuple(s.model_copy(update={"chunks": ()}) for s in shards)
+    with pytest.raises(IntegrityError, match="other shards"):
+        node.call("accept", 1, head(), manifest_of(node, head(), changed))
+
+
+def test_a_store_that_is_another_place_on_this_node_is_refused(node: Node) -> None:
+    with pytest.raises(StoreError, match="not the same place on every node"):
+        node.call("hello", 77, [])
+
+
+def test_the_past_is_refused_even_after_a_restart(node: Node) -> None:
+    node.call("hello", 7, [])
+    node.restart()
+    with pytest.raises(FencedError):
+        node.call("hello", 6, [])
+    assert node.call("highest_epoch") == 7
+
+
+def test_a_second_stager_on_the_directory_is_refused_by_name(node: Node) -> None:
+    with pytest.raises(StagingError, match=f"pid {os.getpid()}"):
+        node.open()
+
+
+def test_a_dead_process_is_noticed_and_named(node: Node) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    info = MemberInfo(ACTOR, 1, ("model",), "m1", "p1", child.pid)
+    node.call("register", "p1", child.pid, pid_namespace_of_this_process(), [info])
+    work = asyncio.run_coroutine_threadsafe(node.stager.mark(1, 1, 30.0), node.loop.loop)
+    assert node.call("poll", "p1", None, 30.0).kind is OrderKind.MARK  # delivered, never answered
+    child.kill()
+    with pytest.raises(Exception, match=r"actor:0.*died during mark"):
+        work.result(30)
+    child.wait()
+    assert node.call("hello", 1, []).members == ()
+
+
+def test_a_silent_process_is_named_by_its_deadline(node: Node) -> None:
+    info = MemberInfo(ACTOR, 1, ("model",), "m1", "p1", os.getpid())
+    node.call("register", "p1", os.getpid(), pid_namespace_of_this_process(), [info])
+    with pytest.raises(DeadlineError, match="actor:0"):
+        node.call("mark", 1, 1, 0.05)

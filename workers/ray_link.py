@@ -1,0 +1,62 @@
+"""An agent's way to its node's stager through Ray. The only Ray code that runs inside a user's process.
+
+The stager is found by name again after every failure, so an agent survives its restart. Handles are held only to
+lastgood's own actors, never to the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from ..coordinator.messages import AttemptHead, MemberId, MemberInfo
+from ..coordinator.names import NAMESPACE, stager_name
+from ..storage.errors import LastgoodError
+from ..storage.manifest import ShardRecord
+from .agent import StagerGoneError
+from .orders import Answer, ImageRequest, Order
+
+CALL_S = 60.0  # for calls that answer at once
+LOCATE_S = 3600.0  # for a shard that is fetched from another node or the store first
+
+
+class RayStagerLink:
+    """Implements agent.StagerLink. Made in the member's process, for the stager of the same Ray node."""
+
+    def __init__(self, run: str, ray_node_id: str) -> None:
+        self._name = stager_name(run, ray_node_id)
+        self._handle: Any = None
+
+    def register(self, process: str, pid: int, pid_namespace: str, members: Sequence[MemberInfo]) -> str:
+        return self._call("register", CALL_S, process, pid, pid_namespace, members)
+
+    def unregister(self, process: str) -> None:
+        self._call("unregister", CALL_S, process)
+
+    def poll(self, process: str, answer: Answer | None, wait_s: float) -> Order | None:
+        return self._call("poll", wait_s + CALL_S, process, answer, wait_s)
+
+    def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
+        return self._call("provide", CALL_S, process, requests)
+
+    def locate(
+        self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
+    ) -> tuple[str, str] | None:
+        return self._call("locate", LOCATE_S, head, record, list(rejected), source)
+
+    def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LastgoodError):
+                raise error.cause from None
+            raise
+        except (ray.exceptions.RayError, ValueError) as error:
+            # Dead, restarting, or (ValueError) not there by that name: look for it again.
+            self._handle = None
+            raise StagerGoneError(f"{self._name} does not answer {method}: {error}") from error
