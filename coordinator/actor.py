@@ -1,0 +1,236 @@
+"""The coordinator as a Ray actor: a thin shell around Service. Detached, named, restarted by Ray without state.
+
+It is pinned (softly) to the node it was created on, takes no CPU and no placement group, and holds handles to
+lastgood's own stagers only: a handle to a user's actor would keep that actor and its GPU alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ..storage.errors import LastgoodError, StagingError
+from ..storage.manifest import Completed, ShardRecord
+from ..storage.store import open_store
+from .catalog import Checkpoint
+from .messages import (
+    AttemptHead,
+    Inventory,
+    LoadRequest,
+    NodeSnapshot,
+    RecordState,
+    RoleDeclaration,
+    SaveRequest,
+    SaveState,
+    SnapshotOrder,
+)
+from .names import NAMESPACE, coordinator_name, stager_prefix
+from .options import Options
+from .outcomes import DrainOutcome, SaveOutcome
+from .ray_names import named_actors
+from .restore import Restored
+from .service import Missing, ResumeTermsOrder, Service, StepOutcome, versions
+
+log = logging.getLogger("lastgood.coordinator")
+
+
+class RayStagerPort:
+    """One stager over Ray: implements service.StagerPort. Errors of lastgood arrive as themselves."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._handle, method).remote(*arguments)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayError as error:
+            raise StagingError(f"{self.name} does not answer {method}: {error}", node=self.name) from error
+
+    def kill(self) -> None:
+        """Ends the stager's process for good; it has closed down before."""
+        ray.kill(self._handle, no_restart=True)
+
+    async def hello(self, epoch: int, declarations: Sequence[RoleDeclaration]) -> Inventory:
+        return await self._ask("hello", epoch, list(declarations))
+
+    async def highest_epoch(self) -> int:
+        return await self._ask("highest_epoch")
+
+    async def mark(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
+        return await self._ask("mark", epoch, step, deadline_s)
+
+    async def close_window(self, epoch: int, deadline_s: float) -> None:
+        await self._ask("close_window", epoch, deadline_s)
+
+    async def pause(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        await self._ask("pause", epoch, head, deadline_s)
+
+    async def release(self, epoch: int, head: AttemptHead) -> None:
+        await self._ask("release", epoch, head)
+
+    async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
+        return await self._ask("snapshot", epoch, order)
+
+    async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
+        return await self._ask("stage", epoch, head, deadline_s)
+
+    async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
+        return await self._ask("accept", epoch, head, manifest)
+
+    async def refuse(self, epoch: int, head: AttemptHead, reason: str) -> RecordState:
+        return await self._ask("refuse", epoch, head, reason)
+
+    async def publish(self, epoch: int, completed: Completed, manifest: bytes) -> None:
+        await self._ask("publish", epoch, completed, manifest)
+
+    async def upload(self, epoch: int, head: AttemptHead) -> None:
+        await self._ask("upload", epoch, head)
+
+    async def note_durable(self, epoch: int, head: AttemptHead) -> None:
+        await self._ask("note_durable", epoch, head)
+
+    async def discard(self, epoch: int, head: AttemptHead) -> None:
+        await self._ask("discard", epoch, head)
+
+    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
+        await self._ask("load", epoch, head, request, deadline_s)
+
+    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        await self._ask("apply", epoch, head, deadline_s)
+
+    async def forget(self, epoch: int) -> None:
+        await self._ask("forget", epoch)
+
+    async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
+        await self._ask("collect", epoch, head, reason)
+
+    async def close_down(self) -> None:
+        await self._ask("close_down")
+
+
+class CoordinatorActor:
+    """What clients call. Every method first waits until this incarnation has recovered."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = Options.model_validate(options)
+        self._service: Service | None = None
+        self._boot: asyncio.Task[Service] | None = None
+        self._ports: dict[str, RayStagerPort] = {}
+        # Recover at once, also when Ray restarted this actor and nobody calls: uploads must go on.
+        ray.get_runtime_context().current_actor.wake.remote()
+
+    async def wake(self) -> None:
+        """The first call of every incarnation, by itself. What prevents the start is told to whoever calls next."""
+        try:
+            await self._ready()
+        except LastgoodError as error:
+            log.error("the coordinator of %s cannot start: %s", self._options.run, error)
+
+    async def _ready(self) -> Service:
+        if self._boot is None or (self._boot.done() and self._boot.exception() is not None):
+            self._boot = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._boot)
+
+    async def _start(self) -> Service:
+        store = open_store(self._options.store)
+        await asyncio.to_thread(store.probe)
+        service = Service(self._options, store, self._discover, self._shut_down)
+        await service.boot()
+        self._service = service
+        return service
+
+    async def _discover(self) -> list[RayStagerPort]:
+        return await asyncio.to_thread(self._find_stagers)
+
+    def _find_stagers(self) -> list[RayStagerPort]:
+        found = named_actors(stager_prefix(self._options.run))
+        self._ports = {name: self._ports.get(name) or RayStagerPort(name, handle) for name, handle in found.items()}
+        return list(self._ports.values())
+
+    async def _shut_down(self) -> None:
+        for port in self._ports.values():
+            port.kill()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def hello(self) -> dict[str, Any]:
+        """Who leads the run: options, versions, epoch, pid, Ray node."""
+        service = await self._ready()
+        return {
+            "options": self._options.model_dump(mode="json"),
+            "versions": versions(),
+            "epoch": service.epoch,
+            "pid": os.getpid(),
+            "ray_node": ray.get_runtime_context().get_node_id(),
+            "members": sum(len(infos) for infos in service._members.values()),
+        }
+
+    async def node_changed(self, node: str) -> None:
+        """A stager tells that its registrations changed."""
+        service = await self._ready()
+        try:
+            await service.refresh()
+        except LastgoodError as error:
+            log.warning("after a change on %s: %s", node, error)
+
+    async def declare(self, declaration: RoleDeclaration) -> Missing:
+        return await (await self._ready()).declare(declaration)
+
+    async def end_step(self, step: int, metrics: Mapping[str, float], again: bool) -> StepOutcome:
+        return await (await self._ready()).end_step(step, metrics, again)
+
+    async def before_update(self) -> None:
+        await (await self._ready()).before_update()
+
+    async def save(self, request: SaveRequest) -> SaveOutcome:
+        return await (await self._ready()).save(request)
+
+    async def wait(self, request_id: str, state: SaveState, timeout_s: float) -> SaveOutcome:
+        return await (await self._ready()).wait(request_id, state, timeout_s)
+
+    async def resume(self, mode: int | str, order: ResumeTermsOrder) -> Restored | None:
+        return await (await self._ready()).resume(mode, order)
+
+    async def checkpoints(self) -> list[Checkpoint]:
+        service = await self._ready()
+        return [replace(checkpoint, manifest=None) for checkpoint in service.checkpoints()]
+
+    async def status(self) -> dict[str, Any]:
+        return (await self._ready()).status()
+
+    async def finish(self, timeout_s: float, request_id: str) -> DrainOutcome:
+        return await (await self._ready()).finish(timeout_s, request_id)
+
+    async def end(self) -> None:
+        await (await self._ready()).end()
+
+
+def create_coordinator(options: Options) -> Any:
+    """The run's coordinator, created on this node unless it lives already. Returns its handle."""
+    here = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(CoordinatorActor)
+        .options(
+            name=coordinator_name(options.run),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=1000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        )
+        .remote(options.model_dump(mode="json"))
+    )

@@ -1,0 +1,201 @@
+"""One attempt as the core knows it: its phase, its votes, its records, its story.
+
+The rule: `move` is the one door for a change of phase; it takes only what stands in moves.MOVES and writes the reason
+into the story. Everything else in here are facts that were told, or questions about them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..storage.manifest import ShardRecord
+from .membership import Roster, Window
+from .messages import AttemptHead, Blame, MemberId, NodeSnapshot, RecordState, SaveKind, SaveRequest, SaveState
+from .moves import MOVES, PROVEN, UNDONE, Cause, IllegalMoveError, Phase
+
+CERTAIN = (RecordState.ACCEPT, RecordState.REFUSE)  # records that never change
+OUTSTANDING = math.inf  # in Attempt.calls: asked, not yet answered
+
+KIND_ORDER = (SaveKind.SCHEDULED, SaveKind.MANUAL, SaveKind.FINAL)
+
+
+@dataclass
+class Pending:
+    """A request that the core has taken in."""
+
+    request: SaveRequest
+    deadline_s: float  # on the coordinator's clock
+    holds_training: bool = False  # end_step waits until it is copied (scheduled and final saves)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One try at saving one step. Sets of nodes hold those for which the fact is known."""
+
+    head: AttemptHead
+    mine: bool  # made by this incarnation
+    participants: tuple[str, ...]
+    participants_known: bool = True  # False: found without a record; then these are the nodes that hold files of it
+    kind: SaveKind = SaveKind.SCHEDULED
+    tag: str | None = None
+    reason: str = ""
+    requested_by: str = ""
+    requests: list[Pending] = field(default_factory=list)
+    roster: Roster | None = None
+    window: Window | None = None
+    phase: Phase = Phase.REQUESTED
+    phase_deadline_s: float = math.inf
+    started_s: float = 0.0
+    paused: set[str] = field(default_factory=set)
+    to_release: set[str] = field(default_factory=set)
+    snapshots: dict[str, NodeSnapshot] = field(default_factory=dict)
+    shards: dict[str, tuple[ShardRecord, ...]] = field(default_factory=dict)
+    updates: dict[MemberId, int | None] = field(default_factory=dict)
+    drafted: bool = False  # the manifest is being built: what it says no longer changes
+    manifest: bytes | None = None
+    may_be_accepted: bool = True  # False: no accept was ever sent for it, by the only one that could
+    records: dict[str, RecordState] = field(default_factory=dict)
+    told_s: dict[str, float] = field(default_factory=dict)  # node -> when it last said something of this attempt
+    proof: str | None = None  # where COMPLETED or a ledger entry was seen
+    published: set[str] = field(default_factory=set)
+    publish_tried: set[str] = field(default_factory=set)
+    lost_at: set[str] = field(default_factory=set)  # participants whose disk came back without it
+    ledger_tried: bool = False
+    ledger_written: bool = False
+    uploaded: set[str] = field(default_factory=set)
+    upload_not_before_s: float = 0.0
+    upload_failures: int = 0
+    given_up: str | None = None  # why it will not be uploaded
+    in_store: bool = False
+    noted: set[str] = field(default_factory=set)
+    discarded: set[str] = field(default_factory=set)
+    stall_s: float = 0.0  # longest copy of any node
+    blame: Blame | None = None
+    told_doubt: bool = False
+    announced: SaveState = SaveState.REQUESTED
+    calls: dict[tuple[type, str], float] = field(default_factory=dict)  # OUTSTANDING, or when to ask again
+    tries: dict[tuple[type, str], int] = field(default_factory=dict)
+    look_s: float = 0.0  # when it must be looked at next; 0 when something about it has changed
+    story: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.head.attempt
+
+    def tell(self, now_s: float, sentence: str) -> None:
+        """Adds a sentence to the story; the story of one attempt is bounded."""
+        if len(self.story) < 200:
+            self.story.append((now_s, sentence))
+
+    def move(self, cause: Cause, now_s: float, sentence: str) -> None:
+        """The one door: changes the phase by the table; any other move raises IllegalMoveError and changes nothing."""
+        to = MOVES.get((self.phase, cause))
+        if to is None:
+            raise self.illegal(f"there is no move from {self.phase.value} because of {cause.name}: {sentence}")
+        self.story.append((now_s, f"{self.phase.value} -> {to.value}: {sentence}"))
+        self.phase = to
+        self.phase_deadline_s = math.inf
+        self.look_s = 0.0
+
+    def illegal(self, what: str) -> IllegalMoveError:
+        """The error for something that cannot have happened; tells the story so far."""
+        told = "".join(f"\n  {when:.3f} s  {sentence}" for when, sentence in self.story)
+        return IllegalMoveError(
+            f"attempt {self.id} of step {self.head.step} in phase {self.phase.value}: {what}. Nothing was changed; "
+            f"please report this with the story:{told}",
+            attempt=self.id,
+            phase=self.phase.value,
+            story=tuple(self.story),
+        )
+
+    @property
+    def deadline_s(self) -> float:
+        """When the last of its requests gives up; infinite without requests."""
+        return max((pending.deadline_s for pending in self.requests), default=math.inf)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the order of checkpoints."""
+        return (self.head.epoch, self.head.sequence)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(pending.request.request_id for pending in self.requests)
+
+    @property
+    def all_accept(self) -> bool:
+        """Whether every participant's record is known to say accept: this, and nothing else, is the commit."""
+        records = self.records
+        return self.participants_known and all(records.get(n) is RecordState.ACCEPT for n in self.participants)
+
+    @property
+    def refused(self) -> bool:
+        """Whether a durable refuse is known: it can never be committed."""
+        return RecordState.REFUSE in self.records.values()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it is sure that no commit can come of it."""
+        return self.phase in UNDONE and (self.refused or not self.may_be_accepted)
+
+    def may_delete(self, everyone_heard: bool) -> bool:
+        """Whether files of it may go: it is aborted, and every participant was heard to have a record that says so.
+
+        Without that an unheard participant might hold the accept that, with the others', makes it committed. An own
+        attempt for which no accept was ever sent needs no such waiting.
+        """
+        if not self.may_be_accepted:
+            return self.phase in UNDONE
+        if not self.refused or not (self.participants_known or everyone_heard):
+            return False
+        return all(self.records.get(n) in (RecordState.ACCEPT, RecordState.REFUSE) for n in self.participants)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Participants that still have what they accepted."""
+        return tuple(node for node in self.participants if node not in self.lost_at)
+
+    @property
+    def over_everywhere(self) -> bool:
+        """Whether every participant is known to have it as committed, or as refused."""
+        if self.phase in PROVEN:
+            return all(node in self.published for node in self.participants)
+        return all(self.records.get(node) is RecordState.REFUSE for node in self.participants)
+
+    @property
+    def commit_told(self) -> bool:
+        """Whether the commit has been announced."""
+        return self.announced in (SaveState.COMMITTED, SaveState.DURABLE)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do for it as long as no node is heard anew."""
+        if self.to_release:
+            return False
+        if self.phase is Phase.DURABLE:
+            holders = self.holders
+            return all(n in self.noted and n in self.published for n in holders)
+        return self.phase is Phase.ABORTED
+
+    def strengthen(self, pending: Pending) -> None:
+        """Takes a further request in: it is served by this attempt."""
+        request = pending.request
+        self.requests.append(pending)
+        if not self.drafted:
+            self.tag = self.tag or request.tag
+            self.kind = max(self.kind, request.kind, key=KIND_ORDER.index)
+            self.reason = f"{self.reason}; {request.reason}" if self.reason else request.reason
+            self.requested_by = self.requested_by or request.requested_by
+
+    def can_serve(self, request: SaveRequest) -> bool:
+        """Whether a request for the same window is served by this attempt: its tag is this one's, or can still be."""
+        if self.phase in UNDONE or self.phase is Phase.FOUND:
+            return False
+        return request.tag is None or request.tag == self.tag or (self.tag is None and not self.drafted)
+
+    def slim(self) -> None:
+        """Forgets what only an unfinished attempt needs."""
+        self.snapshots, self.shards, self.updates = {}, {}, {}
+        self.manifest = self.roster = None
+        self.calls, self.tries = {}, {}

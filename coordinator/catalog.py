@@ -1,0 +1,187 @@
+"""Which checkpoints there are: local inventories, the store's listing and the ledger merged into one ordered list.
+
+Pure. The order is (epoch, sequence), never the step (a run may be rewound), never a clock. What is not whole is
+listed with what it lacks, and never offered for a resume; what was lost is told in sentences.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..storage.errors import IntegrityError
+from ..storage.manifest import Completed, LedgerEntry, Manifest
+from .messages import AttemptHead, AttemptInventory
+from .recovery import Verdict, decide
+
+
+class Standing(enum.Enum):
+    """How sure a checkpoint is."""
+
+    DURABLE = "durable"  # the store's COMPLETED for it stands
+    COMMITTED = "committed"  # every participant has accepted it
+    IN_DOUBT = "in_doubt"  # every record that was heard says accept, one is not heard
+    LOST = "lost"  # it was committed, and nothing that was heard holds it
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of the run, as far as is known now."""
+
+    step: int
+    attempt: str
+    epoch: int
+    sequence: int
+    state: Standing
+    tag: str | None = None
+    kind: str = ""
+    nodes: tuple[str, ...] = ()  # its participants
+    where: tuple[str, ...] = ()  # nodes that hold their shards of it, and "store"
+    missing: tuple[str, ...] = ()  # participants that are not heard or no longer have their shards
+    manifest: bytes | None = field(default=None, repr=False)  # when some node holds it
+
+    @property
+    def head(self) -> AttemptHead:
+        return AttemptHead(self.attempt, self.step, self.epoch, self.sequence)
+
+    @property
+    def durable(self) -> bool:
+        return self.state is Standing.DURABLE
+
+    @property
+    def committed(self) -> bool:
+        """Whether it is certainly a commit that something still holds a part of."""
+        return self.state in (Standing.COMMITTED, Standing.DURABLE)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it can be read now, from the store or from the nodes that are heard."""
+        return self.durable or (self.state is Standing.COMMITTED and not self.missing)
+
+    def __str__(self) -> str:
+        tag = f" '{self.tag}'" if self.tag else ""
+        return f"step {self.step}{tag} (attempt {self.attempt}, epoch {self.epoch}, sequence {self.sequence})"
+
+
+@dataclass
+class _Sighting:
+    head: AttemptHead
+    participants: tuple[str, ...] = ()
+    at: dict[str, AttemptInventory] = field(default_factory=dict)
+    store: Completed | None = None
+    ledger: LedgerEntry | None = None
+    manifest: bytes | None = None
+    tag: str | None = None
+    kind: str = ""
+
+
+def merge(
+    inventories: Mapping[str, Iterable[AttemptInventory]],
+    store: Iterable[Completed] = (),
+    ledger: Iterable[LedgerEntry] = (),
+    collected: Collection[str] = (),
+) -> list[Checkpoint]:
+    """Every checkpoint that somebody knows of, newest first; aborted and collected attempts are none.
+
+    `inventories`: node -> what it holds, of the nodes that are heard. `collected`: attempts that retention let go.
+    """
+    seen: dict[str, _Sighting] = {}
+
+    def sighting(attempt: str, step: int, epoch: int, sequence: int) -> _Sighting:
+        return seen.setdefault(attempt, _Sighting(AttemptHead(attempt, step, epoch, sequence)))
+
+    for node, attempts in inventories.items():
+        for found in attempts:
+            entry = sighting(found.attempt, found.step, found.epoch, found.sequence)
+            entry.at[node] = found
+            entry.participants = entry.participants or found.participants
+            entry.manifest = entry.manifest or found.manifest
+    for completed in store:
+        entry = sighting(completed.attempt, completed.step, completed.epoch, completed.sequence)
+        entry.store = completed
+        entry.participants = entry.participants or completed.participants
+        entry.tag, entry.kind = completed.tag, completed.kind
+    for line in ledger:
+        entry = sighting(line.attempt, line.step, line.epoch, line.sequence)
+        entry.ledger = line
+        entry.participants = entry.participants or line.nodes
+    made = (_judge(entry, inventories.keys()) for entry in seen.values() if entry.head.attempt not in collected)
+    return sorted((c for c in made if c is not None), key=lambda c: (c.epoch, c.sequence), reverse=True)
+
+
+def _judge(entry: _Sighting, heard: Collection[str]) -> Checkpoint | None:
+    head = entry.head
+    participants = entry.participants or tuple(sorted(entry.at))
+    holding = tuple(node for node in sorted(entry.at) if entry.at[node].staged)
+    proof = next((f"COMPLETED stands at {node}" for node, found in entry.at.items() if found.completed), None)
+    durable = entry.store is not None or any(found.durable for found in entry.at.values())
+    if durable or entry.ledger is not None:
+        proof = proof or "the store knows of it"
+    verdict = decide(participants, {n: found.record for n, found in entry.at.items()}, proof, heard).verdict
+    if verdict in (Verdict.ABORTED, Verdict.REFUSE_FIRST) or (verdict is Verdict.IN_DOUBT and not entry.participants):
+        return None
+    missing = tuple(node for node in participants if node not in holding)
+    if durable:
+        state = Standing.DURABLE
+    elif verdict is Verdict.IN_DOUBT:
+        state = Standing.IN_DOUBT
+    else:
+        state = Standing.COMMITTED if holding else Standing.LOST
+    tag, kind = entry.tag, entry.kind
+    if not kind and entry.manifest is not None:
+        tag, kind = _tag_and_kind(entry.manifest, head.attempt)
+    where = (*holding, "store") if durable else holding
+    return Checkpoint(
+        head.step,
+        head.attempt,
+        head.epoch,
+        head.sequence,
+        state,
+        tag,
+        kind,
+        participants,
+        where,
+        missing,
+        entry.manifest,
+    )
+
+
+_SEEN: dict[str, tuple[str | None, str]] = {}  # attempt -> (tag, kind): manifests are immutable, and long
+
+
+def _tag_and_kind(manifest: bytes, attempt: str) -> tuple[str | None, str]:
+    if attempt not in _SEEN:
+        try:
+            content = Manifest.from_bytes(manifest, where=f"the manifest of {attempt}")
+        except IntegrityError:
+            return None, ""
+        if len(_SEEN) > 10_000:
+            _SEEN.clear()
+        _SEEN[attempt] = (content.tag, content.kind)
+    return _SEEN[attempt]
+
+
+def candidates(checkpoints: Iterable[Checkpoint], mode: int | str) -> tuple[list[Checkpoint], list[str]]:
+    """What a resume may try, newest first, and a sentence for each newer checkpoint that cannot be had.
+
+    `mode`: 'auto' or 'latest' (any step), or a step's number. `checkpoints`: newest first, as merge gives them.
+    """
+    wanted = [c for c in checkpoints if mode in ("auto", "latest") or c.step == mode]
+    usable = [c for c in wanted if c.whole]
+    newest = (usable[0].epoch, usable[0].sequence) if usable else (-1, -1)
+    told = [why_not(c) for c in wanted if not c.whole and (c.epoch, c.sequence) > newest]
+    return usable, told
+
+
+def why_not(checkpoint: Checkpoint) -> str:
+    """Why a checkpoint cannot be resumed from now, as a sentence."""
+    nodes = ", ".join(checkpoint.missing) or "its nodes"
+    if checkpoint.state is Standing.IN_DOUBT:
+        return (
+            f"{checkpoint} is in doubt: every record that was heard says accept, and {nodes} was not heard; it may "
+            "have been committed."
+        )
+    if checkpoint.state is Standing.LOST:
+        return f"{checkpoint} was committed on {nodes}, and neither they nor the store hold it now."
+    return f"{checkpoint} is committed, but the part on {nodes} is not there and the store does not have it."

@@ -1,0 +1,345 @@
+"""The driver: runs the protocol core's commands against one port per node and the store, and feeds back what came.
+
+The rule: the core decides, the driver waits. Everything runs on one event loop; blocking work (the store, building a
+manifest) goes to threads. This part is what the service calls; the loop itself is in engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..storage.errors import FencedError, IntegrityError, StoreError, UsageError
+from ..storage.manifest import Completed, Manifest
+from . import catalog
+from . import commands as cmd
+from . import events as ev
+from .catalog import Checkpoint
+from .engine import Engine
+from .messages import (
+    AttemptHead,
+    Inventory,
+    MemberId,
+    MemberInfo,
+    NodeSnapshot,
+    RoleDeclaration,
+    SaveRequest,
+    SaveState,
+)
+from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome, reached
+from .policies import Decision
+from .ports import ParticipantPort
+from .report import lagging, report, unsettled
+from .runner import KEEPS_REQUESTS, requests_of
+
+if TYPE_CHECKING:
+    from .restore import Candidate
+
+log = logging.getLogger("lastgood.coordinator")
+
+T = TypeVar("T")
+
+
+class Driver(Engine):
+    """One incarnation of the coordinator at work. All methods on ONE event loop."""
+
+    # ---- nodes and members
+
+    async def add_node(self, port: ParticipantPort) -> Inventory:
+        """Says hello (with my epoch and the declarations) and takes the node in; also to hear a node again.
+
+        Call it again whenever a stager has (re)started, a partition healed or registrations changed. Raises
+        FencedError, asyncio.TimeoutError after call_s, or what the port raised.
+        """
+        self._check_alive()
+        number = next(self._hellos)
+        declarations = tuple(self.core.membership.declarations.values())
+        asked_s = self._clock()
+        call = port.hello(self.settings.epoch, declarations)
+        try:
+            inventory = await asyncio.wait_for(call, self.settings.deadlines.call_s)
+        except FencedError as error:
+            self._feed(ev.Fenced(str(error)))
+            raise
+        node = inventory.node
+        if self._last_hello.get(node, -1) > number:
+            return inventory  # a hello that was sent later has been answered already
+        self._last_hello[node] = number
+        self._ports[node] = port
+        self._holdings.hear(inventory)
+        self._feed_requests(inventory)
+        self._feed(ev.NodeHeard(inventory, asked_s))
+        self._check_alive()
+        return inventory
+
+    def _feed_requests(self, inventory: Inventory) -> None:
+        for found in inventory.attempts if KEEPS_REQUESTS else ():
+            if found.manifest is None or found.attempt in self.core.attempts:
+                continue
+            try:
+                requests = requests_of(Manifest.from_bytes(found.manifest, where=f"{inventory.node}/{found.attempt}"))
+            except IntegrityError as error:
+                log.warning("%s", error)
+                continue
+            if requests:
+                self._feed(ev.ServedBefore(found.attempt, requests))
+
+    def lose_node(self, node: str, reason: str) -> None:
+        """The node's stager is dead or out of reach; it is unheard until add_node."""
+        self._holdings.lose(node)
+        self._feed(ev.NodeLost(node, reason))
+
+    def declare(self, declaration: RoleDeclaration) -> None:
+        """A role of the run, as the last add_members call declared it; replaces the earlier one of that name.
+
+        Stagers learn it at the next hello.
+        """
+        self._feed(ev.Declared(declaration))
+
+    def register(self, node: str, members: Sequence[MemberInfo]) -> None:
+        """The members that the agents on `node` registered, all of them, whenever that changes."""
+        self._feed(ev.MembersChanged(node, tuple(members)))
+
+    def drop_member(self, member: MemberId, reason: str) -> None:
+        """The member's process died: an attempt that still needs its copy is aborted at once, naming it."""
+        self._feed(ev.MemberDropped(member, reason))
+
+    def resumed_from(self, head: AttemptHead | None) -> None:
+        """The run's live state came from this checkpoint: the parent of the next manifest."""
+        self._feed(ev.Resumed(head))
+
+    # ---- recovery
+
+    async def recover(self, expected_nodes: Iterable[str] = ()) -> tuple[str, ...]:
+        """Reads the store, then decides every attempt of lower epochs by the table of DESIGN section 4.
+
+        Call it once, after the first add_nodes; nodes heard later are worked in by add_node. Answers one sentence for
+        each attempt that was not over everywhere, and for what could not be read. `expected_nodes`: nodes that may
+        hold attempts, beyond those that were heard or that manifests name.
+        """
+        self._check_alive()
+        told = list(await self._look_at_store())
+        known = {node for entry in self._survey.ledger for node in entry.nodes}
+        known |= {node for attempt in self.core.attempts.values() for node in attempt.participants}
+        self._feed(ev.RecoveryBegun(frozenset(expected_nodes) | known))
+        for attempt in sorted(self.core.attempts.values(), key=lambda a: a.order):
+            if not attempt.mine and not attempt.over_everywhere:
+                last = attempt.story[-1][1] if attempt.story else attempt.phase.value
+                told.append(f"step {attempt.head.step}, attempt {attempt.id}: {last}")
+        return tuple(told)
+
+    async def _look_at_store(self) -> list[str]:
+        if self._remote is None:
+            return []
+        remote = self._remote
+        try:
+            survey = await asyncio.wait_for(self._blocking(remote.survey), self.settings.deadlines.remote_s)
+        except (StoreError, OSError, asyncio.TimeoutError) as error:
+            return [f"the store could not be read ({error}); what it knows is not taken into account until it can be"]
+        self._survey = survey
+        self._feed(ev.StoreSurveyed(_heads(survey.completed), _heads(survey.ledger)))
+        return list(survey.problems)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Waits until nothing is in the foreground and every decision that can be made with the nodes heard is made
+        and published there; False when the time was up first."""
+        self._check_alive()
+        return await self._until(lambda: not unsettled(self.core), timeout_s)
+
+    # ---- windows
+
+    async def open_window(
+        self, step: int, metrics: Mapping[str, float] | None = None, due: Decision | None = None
+    ) -> WindowOutcome:
+        """Marks the end of `step` at every node with members; returns once training may go on.
+
+        That is at once when nothing is due, else when what is due has been copied (or has failed). Raises FencedError.
+        """
+        self._check_alive()
+        async with self._window_lock:
+            left_s = self.settings.deadlines.mark_s
+            nodes = self.core.membership.nodes()
+            mark = functools.partial(self._mark, step=step, left_s=left_s)
+            answers = await self._everywhere(nodes, mark, left_s)
+            reports = {node: answer for node, answer in answers.items() if isinstance(answer, NodeSnapshot)}
+            failures = {node: _say(answer) for node, answer in answers.items() if isinstance(answer, BaseException)}
+            self._verdict = None
+            self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics or {})))
+            self._check_alive()
+            verdict = self._last_verdict()
+            if not verdict.opened:
+                return WindowOutcome(step, False, verdict.blame, (), verdict.stop)
+            await self._until(lambda: not self.core.holds_training, math.inf)
+            self._check_alive()
+            saves = tuple(self._outcome(i) for i in verdict.request_ids if i in self._outcomes)
+            return WindowOutcome(step, True, None, saves, any(save.stop for save in saves))
+
+    async def close_window(self) -> None:
+        """Before the next update: no copy runs when it returns, and none starts before the next open_window.
+
+        A copy that is under way is waited for. Raises FencedError.
+        """
+        self._check_alive()
+        async with self._window_lock:
+            await self._until(lambda: not self.core.copying, math.inf)
+            self._check_alive()
+            self._feed(ev.WindowClosed())
+            left_s = self.settings.deadlines.mark_s
+            close = functools.partial(self._close, left_s=left_s)
+            answers = await self._everywhere(self.core.membership.nodes(), close, left_s)
+            for node, answer in answers.items():
+                if isinstance(answer, BaseException):
+                    log.warning("%s did not close its window: %s", node, _say(answer))
+            self._check_alive()
+
+    def _last_verdict(self) -> cmd.WindowVerdict:
+        assert self._verdict is not None, "the core answered WindowOpened without a verdict"
+        return self._verdict
+
+    async def _mark(self, port: ParticipantPort, step: int, left_s: float) -> NodeSnapshot:
+        return await port.mark(self.settings.epoch, step, left_s)
+
+    async def _close(self, port: ParticipantPort, left_s: float) -> None:
+        await port.close_window(self.settings.epoch, left_s)
+
+    async def _everywhere(
+        self, nodes: Iterable[str], call: Callable[[ParticipantPort], Awaitable[T]], left_s: float
+    ) -> dict[str, T | BaseException]:
+        """Asks all these nodes at once and hears every one of them; a FencedError ends this coordinator."""
+        asked = list(nodes)
+
+        async def one(node: str) -> T:
+            port = self._ports.get(node)
+            if port is None or node not in self.core.heard:
+                raise ConnectionError(f"the stager of {node} is not heard")
+            return await asyncio.wait_for(call(port), left_s + 1.0)
+
+        results = await asyncio.gather(*(one(node) for node in asked), return_exceptions=True)
+        for result in results:
+            if isinstance(result, FencedError):
+                self._feed(ev.Fenced(str(result)))
+        self._check_alive()
+        return dict(zip(asked, results, strict=True))
+
+    # ---- requests
+
+    async def save(self, request: SaveRequest) -> SaveOutcome:
+        """Takes a request in; returns at once: with its attempt, or with `waits_for` when deferred, or failed.
+
+        The same request id is served once, however often it is sent. Raises FencedError.
+        """
+        self._check_alive()
+        self._feed(ev.Asked(request))
+        self._check_alive()
+        return self._outcome(request.request_id)
+
+    async def wait(self, request_id: str, state: SaveState, timeout_s: float) -> SaveOutcome:
+        """Waits until the request has reached `state`, has failed, or the time is up (then the outcome so far).
+
+        Raises UsageError for an id never seen (send the save again after a restart), FencedError once fenced.
+        """
+        if request_id not in self._outcomes:
+            self._check_alive()
+            raise UsageError(
+                f"the coordinator of epoch {self.settings.epoch} knows no request {request_id}. Send the save again "
+                "with the same id: it is served once.",
+                request_id=request_id,
+            )
+
+        def over() -> bool:
+            outcome = self._outcomes[request_id]
+            return self.core.fenced is not None or outcome.failed or reached(outcome.state, state)
+
+        await self._until(over, timeout_s)
+        outcome = self._outcome(request_id)
+        if not reached(outcome.state, state):
+            self._check_alive()
+        return outcome
+
+    async def drain(self, timeout_s: float) -> DrainOutcome:
+        """Waits until nothing is in the foreground and everything committed is durable (committed, without a store)."""
+        self._check_alive()
+        await self._until(lambda: not lagging(self.core, hopeful=True), timeout_s)
+        left = lagging(self.core)
+        return DrainOutcome(not left, tuple(left))
+
+    # ---- reports
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every checkpoint known, newest (epoch, sequence) first."""
+        survey = self._survey
+        return catalog.merge(self._holdings.of(self.core.heard), survey.completed, survey.ledger, survey.collected)
+
+    def collected(self, head: AttemptHead) -> None:
+        """Retention has deleted this checkpoint: in the store (a tombstone stands there) and on the nodes asked."""
+        survey, attempt = self._survey, head.attempt
+        self._survey = dataclasses.replace(
+            survey,
+            completed=tuple(entry for entry in survey.completed if entry.attempt != attempt),
+            ledger=tuple(entry for entry in survey.ledger if entry.attempt != attempt),
+            collected=survey.collected | {attempt},
+        )
+        self._holdings.forget(attempt)
+
+    def leftovers(self) -> dict[str, list[AttemptHead]]:
+        """Node -> checkpoints that it still holds though they were collected while it was away; collect them there."""
+        left: dict[str, list[AttemptHead]] = {}
+        for node, attempts in self._holdings.of(self.core.heard).items():
+            for found in attempts:
+                if found.attempt in self._survey.collected and found.completed:
+                    head = AttemptHead(found.attempt, found.step, found.epoch, found.sequence)
+                    left.setdefault(node, []).append(head)
+        return left
+
+    async def candidates(self, mode: int | str) -> tuple[list[Candidate], list[str]]:
+        """What a resume may try, newest first, and a sentence for each newer commit that cannot be had.
+
+        `mode`: 'auto', 'latest' or a step's number. The store is read anew. A manifest that cannot be read makes a
+        sentence, not a candidate.
+        """
+        from .restore import Candidate  # restore.py is the larger part; only a resume needs it
+
+        self._check_alive()
+        told = [sentence for sentence in await self._look_at_store() if "could not be read" in sentence]
+        usable, lost = catalog.candidates(self.checkpoints(), mode)
+        found: list[Candidate] = []
+        for checkpoint in usable:
+            manifest = checkpoint.manifest or await self._fetch_manifest(checkpoint, told)
+            if manifest is not None:
+                found.append(Candidate(manifest, f"{checkpoint} on {', '.join(checkpoint.where)}"))
+        return found, [*lost, *told]
+
+    async def _fetch_manifest(self, checkpoint: Checkpoint, told: list[str]) -> bytes | None:
+        completed = next((c for c in self._survey.completed if c.attempt == checkpoint.attempt), None)
+        if self._remote is None or completed is None:
+            told.append(f"{checkpoint}: no manifest was found.")
+            return None
+        read = functools.partial(self._remote.read_manifest, completed)
+        try:
+            return await asyncio.wait_for(self._blocking(read), self.settings.deadlines.remote_s)
+        except (StoreError, IntegrityError, OSError, asyncio.TimeoutError) as error:
+            told.append(f"{checkpoint}: its manifest could not be read from the store: {_say(error)}")
+            return None
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able: epoch, fenced, window, members missing, nodes heard, attempts under way, faults."""
+        return {**report(self.core), "faults": list(self.faults)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a manifest written now would say of the run; empty while members are missing."""
+        if self.core.membership.problems():
+            return dict(self.settings.fingerprint)
+        return {**self.settings.fingerprint, **self.core.membership.roster().fingerprint}
+
+
+def _heads(entries: Iterable[Completed] | Iterable[Any]) -> tuple[AttemptHead, ...]:
+    return tuple(AttemptHead(entry.attempt, entry.step, entry.epoch, entry.sequence) for entry in entries)
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

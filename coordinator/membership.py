@@ -1,0 +1,223 @@
+"""Who the run consists of and who is here: declared roles against registered members, node by node.
+
+Pure bookkeeping of the protocol core. The rule: a save needs every rank 0..W-1 of every declared role exactly once,
+with all components, registered by the add_members call that declared the role. `problems` says in sentences what is
+missing; nothing is guessed or taken from the order of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .messages import Blame, MemberId, MemberInfo, MemberReport, NodeSnapshot, RoleDeclaration
+
+
+@dataclass(frozen=True)
+class Window:
+    """An open quiescent window: every declared member ended `step` with these counts of updates."""
+
+    number: int  # of this window; a step may be opened twice (a run that was rewound)
+    step: int
+    updates: Mapping[MemberId, int | None]
+    processes: Mapping[MemberId, str]  # where each member lived when it reported
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The complete membership, as a save needs it."""
+
+    roles: tuple[RoleDeclaration, ...]
+    members_of: Mapping[str, tuple[MemberId, ...]]  # node -> its members, sorted; only nodes that will hold shards
+    processes: Mapping[MemberId, str]  # of every declared member
+    pausing: frozenset[str]  # nodes where some component asks for pause/release
+    fingerprint: Mapping[str, Any]  # JSON values by name, of all members together
+
+
+class Membership:
+    """The declared roles, and the members registered on each node."""
+
+    def __init__(self) -> None:
+        self.declarations: dict[str, RoleDeclaration] = {}
+        self.by_node: dict[str, dict[MemberId, MemberInfo]] = {}
+        self._declared_here: set[str] = set()  # roles declared to this coordinator itself, not learnt from a stager
+        self._roster: Roster | None = None
+        self._problems: tuple[str, ...] | None = None
+
+    def declare(self, declaration: RoleDeclaration) -> bool:
+        """Takes a role as add_members declared it. Answers whether anything changed."""
+        self._declared_here.add(declaration.role)
+        changed = self.declarations.get(declaration.role) != declaration
+        self.declarations[declaration.role] = declaration
+        self._forget()
+        return changed
+
+    def learn(self, declarations: Iterable[RoleDeclaration]) -> None:
+        """Takes declarations that a stager kept over a coordinator restart; one made to this coordinator stands.
+
+        Where stagers differ (one missed a later add_members), the one that more members registered for wins.
+        """
+        for found in declarations:
+            known = self.declarations.get(found.role)
+            if found.role in self._declared_here or known == found:
+                continue
+            if known is None or self._registered(found) > self._registered(known):
+                self.declarations[found.role] = found
+                self._forget()
+
+    def _registered(self, declaration: RoleDeclaration) -> int:
+        return sum(
+            info.member.role == declaration.role and info.membership == declaration.membership
+            for members in self.by_node.values()
+            for info in members.values()
+        )
+
+    def register(self, node: str, members: Iterable[MemberInfo]) -> tuple[MemberId, ...]:
+        """Takes all members of a node. Answers those that are gone from it or now live in another process."""
+        before = self.by_node.get(node, {})
+        after = {info.member: info for info in members}
+        if before == after:
+            return ()
+        self.by_node[node] = after
+        self._forget()
+        return tuple(
+            member
+            for member, info in before.items()
+            if member not in after
+            or (after[member].process, after[member].membership) != (info.process, info.membership)
+        )
+
+    def drop(self, member: MemberId) -> str | None:
+        """A member's process is gone. Answers the node it was on."""
+        for node, members in self.by_node.items():
+            if members.pop(member, None) is not None:
+                self._forget()
+                return node
+        return None
+
+    def node_of(self, member: MemberId) -> str | None:
+        """Where a member is registered."""
+        return next((node for node, members in self.by_node.items() if member in members), None)
+
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes that host members, sorted."""
+        return tuple(sorted(node for node, members in self.by_node.items() if members))
+
+    def _forget(self) -> None:
+        self._roster = None
+        self._problems = None
+
+    def problems(self) -> tuple[str, ...]:
+        """What keeps the membership from being complete, one sentence each; empty when it is complete."""
+        if self._problems is None:
+            self._problems = tuple(self._find_problems())
+        return self._problems
+
+    def _find_problems(self) -> Iterable[str]:
+        if not self.declarations:
+            yield "no role has been declared (add_members, add_driver)"
+            return
+        hosts: dict[MemberId, list[tuple[str, MemberInfo]]] = {}
+        for node, members in self.by_node.items():
+            for member, info in members.items():
+                declaration = self.declarations.get(member.role)
+                if declaration is not None and info.membership == declaration.membership:
+                    hosts.setdefault(member, []).append((node, info))
+        for role, declaration in sorted(self.declarations.items()):
+            missing = [r for r in range(declaration.world_size) if MemberId(role, r) not in hosts]
+            if missing:
+                shown = ", ".join(f"{role}:{rank}" for rank in missing[:8])
+                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+                yield f"{len(missing)} of {declaration.world_size} members of role {role} are missing: {shown}{more}"
+            for member, places in sorted((m, p) for m, p in hosts.items() if m.role == role):
+                if len(places) > 1:
+                    yield f"member {member} is registered on {' and '.join(sorted(node for node, _ in places))}"
+                info = places[0][1]
+                if member.rank >= declaration.world_size:
+                    yield f"member {member} is beyond the declared world size {declaration.world_size}"
+                if info.world_size != declaration.world_size:
+                    yield f"member {member} says world size {info.world_size}, declared is {declaration.world_size}"
+                if set(info.components) != set(declaration.components):
+                    yield _component_problem(member, info.components, declaration.components)
+        if not any(declaration.components for declaration in self.declarations.values()):
+            yield "no declared role has a component to save"
+
+    def roster(self) -> Roster:
+        """The complete membership. Only to be called when `problems()` is empty."""
+        if self._roster is None:
+            members_of: dict[str, list[MemberId]] = {}
+            pausing = set()
+            infos: dict[MemberId, MemberInfo] = {}
+            for node, members in self.by_node.items():
+                for member, info in members.items():
+                    declaration = self.declarations.get(member.role)
+                    if declaration is None or declaration.membership != info.membership:
+                        continue
+                    infos[member] = info
+                    if declaration.components:
+                        members_of.setdefault(node, []).append(member)
+                        if info.pausable:
+                            pausing.add(node)
+            self._roster = Roster(
+                roles=tuple(self.declarations[role] for role in sorted(self.declarations)),
+                members_of={node: tuple(sorted(members_of[node])) for node in sorted(members_of)},
+                processes={member: info.process for member, info in infos.items()},
+                pausing=frozenset(pausing),
+                fingerprint=_fingerprint(infos),
+            )
+        return self._roster
+
+    def window_problem(
+        self, step: int, reports: Mapping[str, NodeSnapshot], failures: Mapping[str, str]
+    ) -> Blame | dict[MemberId, int | None]:
+        """Checks the answers to mark. Answers each member's count of updates, or the first thing that is wrong."""
+        if problems := self.problems():
+            return Blame("window", f"the membership is not complete: {'; '.join(problems)}")
+        for node, why in sorted(failures.items()):
+            return Blame("window", f"the end of step {step} could not be marked: {why}", node=node)
+        updates: dict[MemberId, int | None] = {}
+        by_role: dict[str, MemberReport] = {}
+        for node in sorted(reports):
+            for report in reports[node].members:
+                member = report.member
+                declaration = self.declarations.get(member.role)
+                if declaration is None or member not in self.by_node.get(node, {}):
+                    continue  # of an earlier add_members call
+                if report.step != step:
+                    reason = f"member {member} ended step {report.step}, the run says step {step}"
+                    return Blame("window", reason, node=node, member=member)
+                if set(report.components) != set(declaration.components):
+                    reason = _component_problem(member, report.components, declaration.components)
+                    return Blame("window", reason, node=node, member=member)
+                first = by_role.setdefault(member.role, report)
+                if first.updates != report.updates:
+                    reason = (
+                        f"member {member} counts {report.updates} optimizer updates, "
+                        f"{first.member} counts {first.updates}: their states are not of one step"
+                    )
+                    return Blame("window", reason, node=node, member=member)
+                updates[member] = report.updates
+        for role, declaration in sorted(self.declarations.items()):
+            for rank in range(declaration.world_size):
+                member = MemberId(role, rank)
+                if member not in updates:
+                    reason = f"member {member} did not report the end of step {step}"
+                    return Blame("window", reason, node=self.node_of(member), member=member)
+        return updates
+
+
+def _component_problem(member: MemberId, has: Iterable[str], declared: Iterable[str]) -> str:
+    lacks, extra = sorted(set(declared) - set(has)), sorted(set(has) - set(declared))
+    parts = [f"lacks {', '.join(lacks)}"] if lacks else []
+    parts += [f"has undeclared {', '.join(extra)}"] if extra else []
+    return f"member {member} {' and '.join(parts)}"
+
+
+def _fingerprint(infos: Mapping[MemberId, MemberInfo]) -> dict[str, Any]:
+    """Names carry their role already; where ranks differ, the highest rank's value stands (the same one every time)."""
+    merged: dict[str, Any] = {}
+    for member in sorted(infos):
+        merged.update(infos[member].fingerprint)
+    return merged

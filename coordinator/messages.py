@@ -1,0 +1,185 @@
+"""What coordinator, stagers, agents and clients say to each other.
+
+Plain frozen dataclasses: they cross Ray actors, they never reach a disk (what lies at rest is in storage/manifest.py).
+Nothing in here waits, reads a clock or knows Ray.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, order=True)
+class MemberId:
+    """One (role, rank) that owns part of the state; printed as `actor:3`."""
+
+    role: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.rank}"
+
+
+@dataclass(frozen=True)
+class MemberInfo:
+    """A member as its process describes it when its agent registers with the node's stager."""
+
+    member: MemberId
+    world_size: int  # members of this role
+    components: tuple[str, ...]  # names of the parts of its state, sorted
+    membership: str  # id of the add_members call that made it; a later call for the role replaces all earlier ones
+    process: str  # id of the agent's process, unique over restarts
+    pid: int
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # JSON values compared at resume
+    pausable: bool = False  # some component asks for pause()/release() around the snapshot
+
+
+@dataclass(frozen=True)
+class RoleDeclaration:
+    """What a run must consist of: one role, as the last add_members call declared it."""
+
+    role: str
+    world_size: int
+    components: tuple[str, ...]
+    membership: str
+
+
+@dataclass(frozen=True)
+class MemberReport:
+    """A member's own word on where it stands: the step that ended, and its count of optimizer updates."""
+
+    member: MemberId
+    step: int
+    updates: int | None  # None when the member has no optimizer
+    components: tuple[str, ...]
+    nbytes: int = 0  # bytes of its images; 0 in the answer to a mark
+
+
+class RecordState(enum.Enum):
+    """The write-once record of one attempt at one participant. UNKNOWN: the stager never heard of the attempt."""
+
+    NONE = "none"
+    ACCEPT = "accept"
+    REFUSE = "refuse"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class AttemptInventory:
+    """One attempt as it lies on one node's staging disk."""
+
+    attempt: str
+    step: int
+    epoch: int
+    sequence: int
+    record: RecordState
+    staged: bool  # this node's shards are written, hashed and fsynced, and their list is durable
+    completed: bool  # the attempt's COMPLETED stands here
+    durable: bool  # the node knows that the store's COMPLETED for it was seen
+    participants: tuple[str, ...]  # from the record or the manifest; empty when neither is here
+    manifest: bytes | None = None  # the manifest's bytes, when an accept record or COMPLETED is here
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A stager's answer to hello: who it is, what it holds, who registered with it."""
+
+    node: str  # durable identity of the staging directory
+    incarnation: str  # of the stager process; a new one has lost every image
+    highest_epoch: int
+    members: tuple[MemberInfo, ...]
+    attempts: tuple[AttemptInventory, ...]
+    declarations: tuple[RoleDeclaration, ...] = ()
+    address: str = ""  # for people: host name, staging directory
+    processes: int = 0  # live processes that are registered, the driver's counted even before it has members
+
+
+class SaveKind(enum.Enum):
+    """Why an attempt was made."""
+
+    SCHEDULED = "scheduled"  # the save policy said so
+    MANUAL = "manual"  # somebody asked
+    FINAL = "final"  # close() saves the last step
+
+
+class SaveState(enum.Enum):
+    """How far a save has come. Order of the ladder: requested < snapshot < staged < committed < durable; or aborted."""
+
+    REQUESTED = "requested"
+    SNAPSHOT = "snapshot"
+    STAGED = "staged"
+    COMMITTED = "committed"
+    DURABLE = "durable"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """A wish for one checkpoint. Sent again with the same id after a coordinator restart; it is served once."""
+
+    request_id: str
+    kind: SaveKind
+    reason: str  # a sentence
+    tag: str | None = None
+    requested_by: str = ""
+    deadline_s: float | None = None  # remaining seconds until it must be committed; None: the run's default
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Why an attempt failed: what a person needs at three in the morning."""
+
+    phase: str
+    reason: str  # a sentence
+    node: str | None = None
+    member: MemberId | None = None
+    waited_s: float | None = None
+
+    def __str__(self) -> str:
+        who = f"member {self.member}" if self.member else None
+        where = f"node {self.node}" if self.node else None
+        parts = [f"phase {self.phase}", *(part for part in (who, where) if part)]
+        if self.waited_s is not None:
+            parts.append(f"after {self.waited_s:.1f} s")
+        return f"{self.reason} ({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class AttemptHead:
+    """What names an attempt everywhere: its id and its place in the order of checkpoints."""
+
+    attempt: str
+    step: int
+    epoch: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """The order to copy the state of `head.step` into images."""
+
+    head: AttemptHead
+    members: tuple[MemberId, ...]  # those this node must answer for
+    deadline_s: float  # remaining seconds for the copy
+
+
+@dataclass(frozen=True)
+class NodeSnapshot:
+    """A node's vote that all its members' state lies in sealed images."""
+
+    node: str
+    members: tuple[MemberReport, ...]
+    stall_s: float = 0.0  # seconds from the order to the last member's release, for the report
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What every member process needs to read a checkpoint for its members."""
+
+    manifest: bytes
+    on_reshard: Mapping[str, str] = field(default_factory=dict)  # component -> error, fresh or rank0
+    source: str | None = None  # a directory outside staging and store that holds the attempt (resume from a path)
+    allow_changes: tuple[str, ...] = ()  # fingerprint names that may differ

@@ -1,0 +1,61 @@
+"""What the driver answers: how a save, a window and a drain came out. Plain frozen dataclasses; they cross actors.
+
+A failure is an outcome here, never an exception: the caller decides whether training goes on (`stop`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .messages import Blame, SaveKind, SaveState
+
+LADDER = (SaveState.REQUESTED, SaveState.SNAPSHOT, SaveState.STAGED, SaveState.COMMITTED, SaveState.DURABLE)
+
+
+def reached(state: SaveState, wanted: SaveState) -> bool:
+    """Whether `state` is at or beyond `wanted` on the ladder; ABORTED is beyond nothing."""
+    return state is not SaveState.ABORTED and LADDER.index(state) >= LADDER.index(wanted)
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How far one request has come. `attempt` and what names it are None while the request waits for a window."""
+
+    request_id: str
+    state: SaveState
+    attempt: str | None = None
+    step: int | None = None
+    epoch: int | None = None
+    sequence: int | None = None
+    kind: SaveKind = SaveKind.MANUAL
+    tag: str | None = None
+    blame: Blame | None = None  # why it failed, or why it is in doubt
+    waits_for: str | None = None  # a sentence, while the request is deferred
+    in_doubt: bool = False  # its deadline passed with every heard record at accept: it may still turn out committed
+    stop: bool = False  # on_failure says that training must stop
+    stall_s: float = 0.0  # longest copy of any node, in seconds
+    story: tuple[tuple[float, str], ...] = ()  # (coordinator's monotonic seconds, sentence)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will come no further as far as can be known now."""
+        return self.state is SaveState.ABORTED or self.in_doubt
+
+
+@dataclass(frozen=True)
+class WindowOutcome:
+    """What open_window came to: the window is open, and what was due has been copied or has failed."""
+
+    step: int
+    opened: bool
+    blame: Blame | None = None  # why the window was not opened
+    saves: tuple[SaveOutcome, ...] = ()  # of the requests that this window served (scheduled, and those that waited)
+    stop: bool = False  # on_failure says that training must stop
+
+
+@dataclass(frozen=True)
+class DrainOutcome:
+    """Whether everything committed is durable; if not, one sentence for each thing that lags."""
+
+    drained: bool
+    lagging: tuple[str, ...] = field(default=())

@@ -1,0 +1,29 @@
+"""Finding lastgood's actors in a Ray cluster, and where Ray keeps its own files."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import ray
+
+from .names import NAMESPACE
+
+
+def named_actors(prefix: str) -> dict[str, Any]:
+    """Name -> handle of every live actor of lastgood whose name begins with `prefix`."""
+    listed = cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True))
+    found: dict[str, Any] = {}
+    for actor in listed:
+        name = actor["name"]
+        if actor["namespace"] == NAMESPACE and name.startswith(prefix):
+            try:
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:
+                continue  # it ended between the listing and now
+    return found
+
+
+def session_dir() -> str:
+    """The directory of the live Ray session, where nothing may be kept: Ray deletes it. Empty without a session."""
+    node = ray._private.worker._global_node  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    return node.get_session_dir_path() if node is not None else ""

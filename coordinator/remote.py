@@ -1,0 +1,162 @@
+"""What the coordinator itself writes to and reads from the store: ledger, COMPLETED, pointers, listing. Synchronous.
+
+The order that the promises rest on: every object verified, then manifest.json, then the attempt's COMPLETED by
+exclusive create, then the step's pointer, then latest.json. The pointers only ever move forward in (epoch, sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..storage.errors import AlreadyExistsError, IntegrityError, StoreError
+from ..storage.layout import COMPLETED, RunPaths, parse_step_name
+from ..storage.manifest import Completed, Latest, LedgerEntry, Manifest, Tombstone, read_completed
+from ..storage.store import Store
+
+_TRIES = 10  # of a replace that others race with
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the store knows of a run. `problems`: objects that could not be read, a sentence each."""
+
+    completed: tuple[Completed, ...] = ()
+    ledger: tuple[LedgerEntry, ...] = ()  # without those of collected attempts
+    collected: frozenset[str] = frozenset()  # attempts with a tombstone in COMPLETED's place
+    problems: tuple[str, ...] = ()
+
+
+class Remote:
+    """One run's part of the store, as the coordinator uses it. Every method blocks; run them in a thread."""
+
+    def __init__(self, store: Store, run: str, now_utc: Callable[[], str]) -> None:
+        self._store = store
+        self._paths = RunPaths("", run)
+        self._now_utc = now_utc
+
+    def survey(self) -> Survey:
+        """Lists the store. Raises StoreError when it cannot be listed; single broken objects are told as problems."""
+        completed: list[Completed] = []
+        ledger: list[LedgerEntry] = []
+        problems: list[str] = []
+        collected: set[str] = set()
+        for key in self._store.list(f"{self._paths.ledgers}/"):
+            try:
+                ledger.append(LedgerEntry.from_bytes(self._store.get(key), where=key))
+            except IntegrityError as error:
+                problems.append(str(error))
+        for key in self._store.list(f"{self._paths.run}/global_step_"):
+            parts = key.split("/")
+            if len(parts) != 4 or parts[3] != COMPLETED or parse_step_name(parts[1]) is None:
+                continue
+            try:
+                found = read_completed(self._store.get(key), where=key)
+            except IntegrityError as error:
+                problems.append(str(error))
+                continue
+            if (found.attempt, found.run) != (parts[2], self._paths.run):
+                problems.append(f"{key} speaks of attempt {found.attempt} of run {found.run}; it is not used.")
+            elif isinstance(found, Tombstone):
+                collected.add(found.attempt)
+            else:
+                completed.append(found)
+        kept = tuple(entry for entry in ledger if entry.attempt not in collected)
+        return Survey(tuple(completed), kept, frozenset(collected), tuple(problems))
+
+    def read_manifest(self, completed: Completed) -> bytes:
+        """The manifest of a checkpoint in the store."""
+        return self._store.get(self._paths.manifest(completed.step, completed.attempt))
+
+    def write_ledger(self, completed: Completed) -> None:
+        """Notes the commit in the store. May be repeated."""
+        entry = LedgerEntry(
+            run=completed.run,
+            attempt=completed.attempt,
+            step=completed.step,
+            epoch=completed.epoch,
+            sequence=completed.sequence,
+            nodes=completed.participants,
+            manifest_sha256=completed.manifest_sha256,
+            committed_at=completed.committed_at,
+        )
+        key = self._paths.ledger(completed.epoch, completed.sequence)
+        if self._store.create_exclusive(key, entry.to_bytes()):
+            return
+        standing = LedgerEntry.from_bytes(self._store.get(key), where=key)
+        if standing.attempt != completed.attempt:
+            raise AlreadyExistsError(
+                f"{key} names attempt {standing.attempt}, not {completed.attempt}: two coordinators used one epoch. "
+                "Nothing was overwritten; end all coordinators of this run but one.",
+                key=key,
+            )
+
+    def complete(self, completed: Completed, manifest_bytes: bytes) -> Completed:
+        """Verifies every object and makes the attempt durable; answers the COMPLETED that stands. May be repeated.
+
+        Raises StoreError with `missing_nodes` when objects are absent or of another length, with `collected` when a
+        tombstone stands in COMPLETED's place.
+        """
+        manifest = Manifest.from_bytes(manifest_bytes, where=f"the manifest of {completed.attempt}")
+        self._check_objects(manifest)
+        step, attempt = completed.step, completed.attempt
+        key = self._paths.manifest(step, attempt)
+        if not self._store.create_exclusive(key, manifest_bytes) and self._store.get(key) != manifest_bytes:
+            raise AlreadyExistsError(f"another manifest stands at {key}; it was left as it is.", key=key)
+        key = self._paths.completed(step, attempt)
+        if not self._store.create_exclusive(key, completed.to_bytes()):
+            standing = read_completed(self._store.get(key), where=key)
+            if isinstance(standing, Tombstone):
+                raise StoreError(
+                    f"attempt {attempt} of step {step} was collected in the store ({standing.reason}); it is not "
+                    "completed again. Newer checkpoints stand.",
+                    collected=True,
+                )
+            if standing.manifest_sha256 != completed.manifest_sha256:
+                raise AlreadyExistsError(f"COMPLETED of another manifest stands at {key}; it was left.", key=key)
+            completed = standing
+        self._forward(self._paths.pointer(step), completed.to_bytes(), completed, Completed)
+        latest = Latest.of(completed, self._now_utc())
+        self._forward(self._paths.latest, latest.to_bytes(), completed, Latest)
+        return completed
+
+    def _check_objects(self, manifest: Manifest) -> None:
+        wrong: list[str] = []
+        nodes: set[str] = set()
+        for shard in manifest.shards:
+            key = self._paths.shard(manifest.step, manifest.attempt, shard.path)
+            found = self._store.head(key)
+            if found is None or found[0] != shard.nbytes:
+                has = "is missing" if found is None else f"has {found[0]} of {shard.nbytes} bytes"
+                wrong.append(f"{key} {has}")
+                nodes.add(shard.node)
+        if wrong:
+            raise StoreError(
+                f"{len(wrong)} of {len(manifest.shards)} objects are not whole in the store: {'; '.join(wrong[:3])}. "
+                "The checkpoint stays committed on its nodes, which upload again.",
+                missing_nodes=tuple(sorted(nodes)),
+            )
+
+    def _forward(self, key: str, data: bytes, completed: Completed, kind: type[Completed] | type[Latest]) -> None:
+        """Replaces a pointer unless it is at this checkpoint or a newer one already."""
+        for _ in range(_TRIES):
+            head = self._store.head(key)
+            if head is None:
+                if self._store.create_exclusive(key, data):
+                    return
+                continue
+            standing = self._order_of(key, kind)
+            if standing is not None and standing >= (completed.epoch, completed.sequence):
+                return
+            if self._store.replace_if(key, data, head[1]):
+                return
+        raise StoreError(f"{key} could not be moved forward in {_TRIES} tries: others keep replacing it.", key=key)
+
+    def _order_of(self, key: str, kind: type[Completed] | type[Latest]) -> tuple[int, int] | None:
+        """Where a pointer stands; None when it cannot be read: it is a hint, and is replaced then."""
+        data = self._store.find(key)
+        try:
+            standing = None if data is None else kind.from_bytes(data, where=key)
+        except IntegrityError:
+            standing = None
+        return None if standing is None else (standing.epoch, standing.sequence)

@@ -1,0 +1,99 @@
+"""What a coordinator says of itself: status for people and monitoring, and what a close still waits for. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .attempt import Attempt
+from .moves import BEFORE_COMMIT, PROVEN, Phase
+from .protocol import Protocol
+
+
+def report(core: Protocol) -> dict[str, Any]:
+    """The state of the core as JSON values."""
+    window = core.requests.window
+    return {
+        "epoch": core.settings.epoch,
+        "fenced": core.fenced,
+        "recovering": core.recovering,
+        "window": None if window is None else window.step,
+        "membership_problems": list(core.membership.problems()),
+        "nodes_heard": sorted(core.heard),
+        "nodes_lost": sorted(core.incarnations.keys() - core.heard.keys()),
+        "highest_sequence": core.highest_sequence,
+        "parent": None if core.parent is None else core.parent.attempt,
+        "failures_in_a_row": core.failures,
+        "waiting": [
+            {
+                "request": pending.request.request_id,
+                "kind": pending.request.kind.value,
+                "reason": pending.request.reason,
+                "seconds_left": round(pending.deadline_s - core.now_s, 3),
+            }
+            for pending in core.requests.waiting
+        ],
+        "foreground": None if core.foreground is None else _attempt(core.foreground),
+        "background": [_attempt(a) for a in core.active.values() if a is not core.foreground],
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "attempt": attempt.id,
+        "step": attempt.head.step,
+        "epoch": attempt.head.epoch,
+        "sequence": attempt.head.sequence,
+        "phase": attempt.phase.value,
+        "kind": attempt.kind.value,
+        "tag": attempt.tag,
+        "participants": list(attempt.participants),
+        "blame": None if attempt.blame is None else str(attempt.blame),
+        "story": [[when, sentence] for when, sentence in attempt.story[-20:]],
+    }
+
+
+def unsettled(core: Protocol) -> list[str]:
+    """What keeps the picture from being settled with the nodes that are heard, one sentence each."""
+    left = []
+    for attempt in core.active.values():
+        name = f"step {attempt.head.step} (attempt {attempt.id}) is {attempt.phase.value}"
+        if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND:
+            left.append(name)
+        elif attempt.phase is Phase.ABORTING and not attempt.aborted:
+            left.append(f"{name} and not decided yet")
+        elif attempt.phase in PROVEN and attempt.manifest is not None:
+            behind = [n for n in attempt.holders if n in core.heard and n not in attempt.published]
+            if behind:
+                left.append(f"{name} and not published yet on {', '.join(behind)}")
+    return left
+
+
+def lagging(core: Protocol, *, hopeful: bool = False) -> list[str]:
+    """What is not as safe as it will be, one sentence each; `hopeful`: only what waiting can still change."""
+    left = []
+    for attempt in core.active.values():
+        name = f"step {attempt.head.step} (attempt {attempt.id})"
+        if attempt.phase in BEFORE_COMMIT:
+            left.append(f"{name} is {attempt.phase.value}")
+        elif attempt.phase in PROVEN:
+            why = _not_durable(core, attempt, hopeful)
+            if why:
+                left.append(f"{name} {why}")
+    if core.requests.window is not None or not hopeful:
+        left += [f"request {p.request.request_id} has not been served" for p in core.requests.waiting]
+    return left
+
+
+def _not_durable(core: Protocol, attempt: Attempt, hopeful: bool) -> str | None:
+    if attempt.phase is Phase.DURABLE:
+        behind = [n for n in attempt.holders if n in core.heard and n not in attempt.noted]
+        return f"is durable and {', '.join(behind)} has not noted it" if behind and hopeful else None
+    if not core.settings.upload:
+        behind = [n for n in attempt.holders if n not in attempt.published and n in core.heard]
+        return f"is committed and not published on {', '.join(behind)}" if behind else None
+    if attempt.given_up is not None:
+        return None if hopeful else f"is committed and will not be uploaded: {attempt.given_up}"
+    if attempt.lost_at:
+        return None if hopeful else f"is committed, but {', '.join(sorted(attempt.lost_at))} came back without its part"
+    why = next((sentence for _, sentence in reversed(attempt.story) if "failed" in sentence or "again" in sentence), "")
+    return f"is committed and not durable yet{': ' + why if why else ''}"

@@ -1,0 +1,289 @@
+"""Requests and windows: who asked for a checkpoint, when it can be taken, and which attempt serves whom.
+
+Part of the protocol core (as pure as protocol.py); the rule: a request that was taken in is in exactly one place,
+`waiting` or served by an attempt, until it has been told its outcome. How requests meet:
+
+- A request while the window is open starts an attempt at once. While an attempt of this same window is under way it
+  joins that one, unless both carry different tags or its manifest is already drawn up without the tag: then it gets an
+  attempt of its own, after that one and in the same window if it is still open.
+- A scheduled or final save of a window that already has a committed attempt is served by it; a manual one makes a new
+  attempt (somebody wants one now).
+- One attempt is in the foreground (from its start to the announced commit). A scheduled save that falls due before the
+  last is committed waits for it, and end_step waits with it: saving faster than the disk is the run's pace then.
+- A request outside of a window, or whose copy met an update, waits for the next window, up to its own deadline.
+- A request keeps its own deadline when it joins: when that passes it alone is told who was late; the attempt ends when
+  the last of its requests gives up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from . import commands as cmd
+from . import events as ev
+from .attempt import Attempt, Pending
+from .membership import Window
+from .messages import Blame, MemberId, SaveKind, SaveRequest, SaveState
+from .moves import COPYING, PROVEN, Cause
+
+if TYPE_CHECKING:
+    from .protocol import Protocol
+
+
+class Requests:
+    """The waiting room and the window of one Protocol."""
+
+    def __init__(self, core: Protocol) -> None:
+        self._core = core
+        self.window: Window | None = None
+        self.waiting: list[Pending] = []
+        self._served: dict[str, str] = {}  # request id -> attempt id
+        self._ended: dict[str, cmd.Announce] = {}  # request id -> how it ended without an attempt
+        self._window_attempt: Attempt | None = None  # newest attempt of the open window
+        self._number = 0  # of the newest window
+
+    @property
+    def holds_training(self) -> bool:
+        """Whether a save that training waits for has not been started yet."""
+        return self.window is not None and any(pending.holds_training for pending in self.waiting)
+
+    def next_deadline_s(self) -> float:
+        """When the first waiting request gives up."""
+        return min((pending.deadline_s for pending in self.waiting), default=math.inf)
+
+    def attempt_of(self, request_id: str) -> str | None:
+        """The attempt that serves a request."""
+        return self._served.get(request_id)
+
+    def forget(self, attempt: Attempt) -> None:
+        """The attempt is no longer remembered."""
+        for request_id in attempt.request_ids:
+            self._served.pop(request_id, None)
+
+    # ---- events
+
+    def served_before(self, event: ev.ServedBefore) -> None:
+        for request_id in event.request_ids:
+            self._served.setdefault(request_id, event.attempt)
+
+    def asked(self, event: ev.Asked) -> None:
+        request = event.request
+        core = self._core
+        if request.request_id in self._ended:
+            core.say(self._ended[request.request_id])
+            return
+        if any(pending.request.request_id == request.request_id for pending in self.waiting):
+            return
+        pending = self._pending(request)
+        served = core.attempts.get(self._served.get(request.request_id, ""))
+        if served is not None:
+            core.tell_joined(served, pending)
+            return
+        if problems := core.membership.problems():
+            self._end(pending, Blame("requested", f"the membership is not complete: {'; '.join(problems)}"))
+            return
+        self._take_in(pending)
+
+    def _pending(self, request: SaveRequest) -> Pending:
+        left_s = request.deadline_s if request.deadline_s is not None else self._core.settings.deadlines.save_s
+        return Pending(request, self._core.now_s + left_s, request.kind is not SaveKind.MANUAL)
+
+    def _take_in(self, pending: Pending, *, quietly: bool = False) -> None:
+        attempt = self._window_attempt
+        request = pending.request
+        if attempt is not None and self.window is not None and attempt.can_serve(request):
+            committed = attempt.phase in PROVEN and attempt.announced in (SaveState.COMMITTED, SaveState.DURABLE)
+            if not committed or request.kind is not SaveKind.MANUAL:
+                attempt.strengthen(pending)
+                self._served[request.request_id] = attempt.id
+                self._core.tell_joined(attempt, pending)
+                return
+        self.waiting.append(pending)
+        self.settle()
+        if pending in self.waiting and not quietly:
+            self._tell_waiting(pending)
+
+    def _tell_waiting(self, pending: Pending) -> None:
+        why = "the update's end" if self.window is None else "the save that is under way"
+        request = pending.request
+        self._core.say(
+            cmd.Announce(SaveState.REQUESTED, (request.request_id,), kind=request.kind, tag=request.tag, waits_for=why)
+        )
+
+    def window_opened(self, event: ev.WindowOpened) -> None:
+        core = self._core
+        checked = core.membership.window_problem(event.step, event.reports, event.failures)
+        again = self._same_window(event.step, checked)
+        front = core.foreground
+        if front is not None and front.phase in COPYING and not again:
+            self.window_was_closed(front, "the next window opened before every node had copied")
+        if isinstance(checked, Blame):
+            self._not_opened(event, checked, event.due is not None and event.due.due)
+            return
+        if not again:
+            self._number += 1
+            processes = core.membership.roster().processes
+            self.window = Window(self._number, event.step, checked, processes, dict(event.metrics))
+            self._window_attempt = None
+        ids = tuple(pending.request.request_id for pending in self.waiting)
+        scheduled = any(pending.request.kind is SaveKind.SCHEDULED for pending in self.waiting)
+        if event.due is None or not event.due.due or scheduled:
+            core.say(cmd.WindowVerdict(event.step, True, None, ids))
+            return
+        request_id = f"scheduled-{core.settings.epoch}-{self._number}"
+        core.say(cmd.WindowVerdict(event.step, True, None, (*ids, request_id)))
+        if request_id not in self._served:
+            self._take_in(self._pending(SaveRequest(request_id, SaveKind.SCHEDULED, event.due.reason)), quietly=True)
+
+    def _same_window(self, step: int, checked: Blame | dict[MemberId, int | None]) -> bool:
+        """Whether the open window is told of once more: a client that repeats itself must not make a second save."""
+        window = self.window
+        return (
+            window is not None
+            and window.step == step
+            and window.updates == checked
+            and window.processes == self._core.membership.roster().processes
+        )
+
+    def _not_opened(self, event: ev.WindowOpened, blame: Blame, due: bool) -> None:
+        core = self._core
+        self.window = self._window_attempt = None
+        if due:
+            core.failures += 1
+        if core.membership.problems():
+            for pending in list(self.waiting):
+                self.waiting.remove(pending)
+                self._end(pending, blame)
+        core.say(cmd.WindowVerdict(event.step, False, blame, stop=due and core.stop))
+
+    def live_state_changed(self) -> None:
+        """A resume has written into live state: what the window said no longer holds."""
+        self.window = self._window_attempt = None
+
+    def window_closed(self, event: ev.WindowClosed) -> None:
+        self.window = self._window_attempt = None
+        for pending in self.waiting:
+            self._tell_waiting(pending)
+
+    def window_was_closed(self, attempt: Attempt, why: str) -> None:
+        """A copy met an update: the attempt is given up without blame, its requests wait for the next window."""
+        core = self._core
+        if self.window is attempt.window:
+            self.window = self._window_attempt = None
+        pendings, attempt.requests = attempt.requests, []
+        core.fail(attempt, Blame(attempt.phase.value, f"an update had begun ({why})"), Cause.WINDOW_CLOSED)
+        for pending in pendings:
+            self._served.pop(pending.request.request_id, None)
+            self.waiting.append(pending)
+            self._tell_waiting(pending)
+
+    # ---- after each event
+
+    def settle(self) -> None:
+        """Ends requests whose time is up and starts an attempt when one can start."""
+        if not self.waiting:
+            return
+        core = self._core
+        for pending in [p for p in self.waiting if p.deadline_s <= core.now_s]:
+            self.waiting.remove(pending)
+            what = "no update ended" if self.window is None else "the save that is under way did not end"
+            left_s = pending.request.deadline_s or core.settings.deadlines.save_s
+            problems = core.membership.problems()
+            missing = f"; the membership is not complete: {'; '.join(problems)}" if problems else ""
+            self._end(pending, Blame("requested", f"{what} before the deadline{missing}", waited_s=left_s))
+        while core.foreground is None and self.waiting and self.window is not None:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        core, window = self._core, self.window
+        assert window is not None
+        batch = self._batch()
+        if problems := core.membership.problems():
+            self._end_all(batch, Blame("requested", f"the membership is not complete: {'; '.join(problems)}"))
+            return
+        roster = core.membership.roster()
+        if roster.processes != window.processes:
+            self.window = self._window_attempt = None  # someone came back since it reported; the next end_step tells
+            for pending in self.waiting:
+                self._tell_waiting(pending)
+            return
+        unheard = [node for node in roster.members_of if node not in core.heard]
+        if unheard:
+            members = ", ".join(str(member) for member in roster.members_of[unheard[0]])
+            reason = f"the stager of {', '.join(unheard)} is not heard; it is needed for {members}"
+            self._end_all(batch, Blame("requested", reason, node=unheard[0]))
+            return
+        self.waiting = [pending for pending in self.waiting if pending not in batch]
+        core.start(batch, window)
+        self._window_attempt = core.foreground
+        assert core.foreground is not None
+        for pending in batch:
+            self._served[pending.request.request_id] = core.foreground.id
+
+    def _batch(self) -> list[Pending]:
+        """The waiting requests that one attempt can serve: all without a tag, and those with the first tag."""
+        tag = next((p.request.tag for p in self.waiting if p.request.tag is not None), None)
+        return [p for p in self.waiting if p.request.tag in (None, tag)]
+
+    def expire_joined(self, attempt: Attempt) -> None:
+        """Tells requests of an attempt in the foreground whose own time is up; others keep it going."""
+        late = [pending for pending in attempt.requests if pending.deadline_s <= self._core.now_s]
+        for pending in late:
+            attempt.requests.remove(pending)
+            blame = self._core.awaited_blame(attempt, "the deadline of the request")
+            self._end(pending, blame, attempt)
+
+    def _end_all(self, batch: list[Pending], blame: Blame) -> None:
+        self._core.failures += 1
+        self.waiting = [pending for pending in self.waiting if pending not in batch]
+        for pending in batch:
+            self._end(pending, blame)
+
+    def _end(self, pending: Pending, blame: Blame, attempt: Attempt | None = None) -> None:
+        request = pending.request
+        announce = cmd.Announce(
+            SaveState.ABORTED,
+            (request.request_id,),
+            attempt.head if attempt is not None else None,
+            request.kind,
+            request.tag,
+            blame=blame,
+            stop=pending.holds_training and self._core.stop,
+        )
+        self._served.pop(request.request_id, None)
+        self._ended[request.request_id] = announce
+        if len(self._ended) > 1000:
+            del self._ended[next(iter(self._ended))]
+        self._core.say(announce)
+
+    # ---- fenced
+
+    def fence(self) -> None:
+        """Tells every request that this coordinator stops."""
+        core = self._core
+        blame = Blame("fenced", f"a newer coordinator has taken over: {core.fenced}")
+        for pending in self.waiting:
+            self._end(pending, blame)
+        self.waiting = []
+        for attempt in core.active.values():
+            ids = tuple(i for i in attempt.request_ids)
+            if ids and attempt.announced not in (SaveState.COMMITTED, SaveState.DURABLE, SaveState.ABORTED):
+                core.say(cmd.Announce(attempt.announced, ids, attempt.head, blame=blame, in_doubt=True))
+
+    def turn_away(self, event: ev.Event) -> list[cmd.Command]:
+        """What a fenced coordinator answers: nothing is done any more, and whoever asks is told why."""
+        blame = Blame("fenced", f"a newer coordinator has taken over: {self._core.fenced}")
+        if isinstance(event, ev.Asked):
+            request = event.request
+            return [cmd.Announce(SaveState.ABORTED, (request.request_id,), kind=request.kind, blame=blame)]
+        if isinstance(event, ev.WindowOpened):
+            return [cmd.WindowVerdict(event.step, False, blame)]
+        return []
+
+    def invariants(self) -> None:
+        """A request is waiting or served, never both; nothing waits while it could start."""
+        core = self._core
+        for pending in self.waiting:
+            assert pending.request.request_id not in self._served, f"{pending.request.request_id} is in two places"
+        assert not (core.foreground is None and self.waiting and self.window is not None), "a request waits for nothing"

@@ -1,0 +1,168 @@
+"""Runs one command of the protocol core against the world and answers with the event that came of it.
+
+The rule: every call has a timeout, every outcome becomes exactly one event, and no exception leaves `run` (but
+cancellation). A failpoint `coordinator.<command>` is passed just before each command, `coordinator.staged` when all
+staging votes are in and before anything is accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from ..storage.errors import StoreUnavailableError
+from ..storage.failpoints import VARIABLE, failpoint
+from ..storage.manifest import Completed, Manifest, MemberRecord, Parent, RoleRecord
+from . import commands as cmd
+from . import events as ev
+from .answers import failure, success
+from .ports import ParticipantPort
+from .remote import Remote
+from .settings import Settings
+
+T = TypeVar("T")
+Blocking = Callable[[Callable[[], T]], Awaitable[T]]
+
+_GRACE_S = 1.0  # a node's own error, which names the member, shall arrive before our timeout
+_WORD = re.compile(r"(?<!^)(?=[A-Z])")
+KEEPS_REQUESTS = "requests" in Manifest.model_fields  # then a request is served once even over restarts
+
+
+def point(command: cmd.Command) -> str:
+    """The name of the failpoint before a command: `coordinator.note_durable`."""
+    return f"coordinator.{_WORD.sub('_', type(command).__name__).lower()}"
+
+
+def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str]) -> bytes:
+    """The manifest's bytes. Raises ValueError when the votes do not make one (the model checks them once more)."""
+    parent = draft.parent
+    extra: dict[str, Any] = {"requests": draft.request_ids} if KEEPS_REQUESTS else {}
+    manifest = Manifest(
+        run=draft.run,
+        attempt=draft.head.attempt,
+        step=draft.head.step,
+        epoch=draft.head.epoch,
+        sequence=draft.head.sequence,
+        kind=draft.kind.value,
+        tag=draft.tag,
+        reason=draft.reason,
+        requested_by=draft.requested_by,
+        created_at=created_at,
+        parent=None
+        if parent is None
+        else Parent(attempt=parent.attempt, step=parent.step, epoch=parent.epoch, sequence=parent.sequence),
+        roles={
+            role.role: RoleRecord(world_size=role.world_size, components=tuple(role.components)) for role in draft.roles
+        },
+        members=tuple(
+            MemberRecord(role=word.member.role, rank=word.member.rank, node=word.node, updates=word.updates)
+            for word in draft.members
+        ),
+        participants=draft.participants,
+        shards=draft.shards,
+        metrics={name: float(value) for name, value in draft.metrics.items()},
+        fingerprint=dict(draft.fingerprint),
+        versions=dict(versions),
+        **extra,
+    )
+    return manifest.to_bytes()
+
+
+def requests_of(manifest: Manifest) -> tuple[str, ...]:
+    """The requests that a manifest says it serves."""
+    return tuple(getattr(manifest, "requests", ()))
+
+
+class Runner:
+    """Runs commands. `ports` is read at every call: the driver adds and replaces nodes in it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ports: Mapping[str, ParticipantPort],
+        remote: Remote | None,
+        now_utc: Callable[[], str],
+        versions: Mapping[str, str],
+        blocking: Blocking[Any],
+    ) -> None:
+        self._settings = settings
+        self._ports = ports
+        self._remote = remote
+        self._now_utc = now_utc
+        self._versions = versions
+        self._blocking = blocking
+        self._completed: dict[str, Completed] = {}  # attempt -> its marker: the same bytes at every participant
+
+    async def run(self, command: cmd.AttemptCommand) -> ev.Event:
+        """Runs the command to its end and answers with its event."""
+        timeout_s = 0.0
+        try:
+            if os.environ.get(VARIABLE):  # off the loop, so that a pause stops this command and nothing else
+                if isinstance(command, cmd.BuildManifest):
+                    await asyncio.get_running_loop().run_in_executor(None, failpoint, "coordinator.staged")
+                await asyncio.get_running_loop().run_in_executor(None, failpoint, point(command))
+            if isinstance(command, cmd.NodeCommand):
+                call, timeout_s = self._call(command)
+            else:
+                call, timeout_s = self._effect(command)
+            return success(command, await asyncio.wait_for(call, timeout_s))
+        except asyncio.TimeoutError:
+            return failure(command, TimeoutError(f"no answer in {timeout_s:.1f} s"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this command's outcome
+            return failure(command, error)
+
+    def _call(self, command: cmd.NodeCommand) -> tuple[Awaitable[Any], float]:
+        port = self._ports.get(command.node)
+        if port is None:
+            raise ConnectionError(f"no stager of {command.node} is known here")
+        epoch, head = self._settings.epoch, command.head
+        deadlines = self._settings.deadlines
+        if isinstance(command, cmd.Pause):
+            return port.pause(epoch, head, command.deadline_s), command.deadline_s + _GRACE_S
+        if isinstance(command, cmd.Snapshot):
+            return port.snapshot(epoch, command.order), command.order.deadline_s + _GRACE_S
+        if isinstance(command, cmd.Release):
+            return port.release(epoch, head), deadlines.call_s
+        if isinstance(command, cmd.Stage):
+            return port.stage(epoch, head, command.deadline_s), command.deadline_s + _GRACE_S
+        if isinstance(command, cmd.Accept):
+            timeout_s = min(deadlines.call_s, command.deadline_s + _GRACE_S)
+            return port.accept(epoch, head, command.manifest), timeout_s
+        if isinstance(command, cmd.Refuse):
+            return port.refuse(epoch, head, command.reason), deadlines.call_s
+        if isinstance(command, cmd.Publish):
+            completed = self.completed_of(command.manifest, head.attempt)
+            return port.publish(epoch, completed, command.manifest), deadlines.call_s
+        if isinstance(command, cmd.Upload):
+            return port.upload(epoch, head), deadlines.upload_s
+        if isinstance(command, cmd.NoteDurable):
+            return port.note_durable(epoch, head), deadlines.call_s
+        assert isinstance(command, cmd.Discard), command
+        return port.discard(epoch, head), deadlines.call_s
+
+    def _effect(self, command: cmd.AttemptCommand) -> tuple[Awaitable[Any], float]:
+        deadlines = self._settings.deadlines
+        if isinstance(command, cmd.BuildManifest):
+            draft, created_at = command.draft, self._now_utc()
+            return self._blocking(lambda: build_manifest(draft, created_at, self._versions)), deadlines.accept_s
+        remote = self._remote
+        if remote is None:
+            raise StoreUnavailableError("this run has no store")
+        if isinstance(command, cmd.WriteLedger):
+            completed = self.completed_of(command.manifest, command.head.attempt)
+            return self._blocking(lambda: remote.write_ledger(completed)), deadlines.ledger_s
+        assert isinstance(command, cmd.CompleteRemotely), command
+        completed, manifest = self.completed_of(command.manifest, command.head.attempt), command.manifest
+        return self._blocking(lambda: remote.complete(completed, manifest)), deadlines.remote_s
+
+    def completed_of(self, manifest: bytes, attempt: str) -> Completed:
+        """The attempt's COMPLETED; made at its first use, which is just after the commit."""
+        if attempt not in self._completed:
+            if len(self._completed) > 100:
+                del self._completed[next(iter(self._completed))]
+            content = Manifest.from_bytes(manifest, where=f"the manifest of {attempt}")
+            self._completed[attempt] = Completed.of(content, manifest, self._now_utc())
+        return self._completed[attempt]

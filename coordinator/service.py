@@ -1,0 +1,501 @@
+"""The coordinator as a service: what clients may ask, answered by the driver of the protocol. Knows no Ray.
+
+Disposable: everything durable is with the stagers and the store. It is told how to find the run's stagers, claims an
+epoch, recovers, and from then on answers. Every answer to a client may be asked for again after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..storage.errors import (
+    DeadlineError,
+    FencedError,
+    LastgoodError,
+    MembershipError,
+    ResumeError,
+    StoreError,
+    UsageError,
+)
+from ..storage.ids import ulid, utc_text
+from ..storage.layout import MANIFEST, RunPaths
+from ..storage.store import Store
+from ..storage.verify import open_checkpoint
+from .catalog import Checkpoint
+from .driver import Driver
+from .epochs import claim_epoch
+from .messages import (
+    AttemptHead,
+    MemberInfo,
+    RoleDeclaration,
+    SaveKind,
+    SaveRequest,
+    SaveState,
+)
+from .options import Options
+from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome
+from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
+from .ports import ParticipantPort
+from .protocol import Deadlines, Settings
+from .restore import Candidate, Restored, RestorePort, ResumeTerms, restore
+from .retention import collect_remotely, to_collect
+
+log = logging.getLogger("lastgood.coordinator")
+
+RETURN_S = 15.0  # how long end_step waits for agents whose stager was restarted
+RETURN_POLL_S = 0.1
+HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
+
+
+class StagerPort(ParticipantPort, RestorePort, Protocol):
+    """A node's stager as the service needs it."""
+
+    async def highest_epoch(self) -> int: ...
+
+    async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None: ...
+
+    async def close_down(self) -> None: ...
+
+
+Discover = Callable[[], Awaitable[Sequence[StagerPort]]]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What end_step came to. `saved` is the attempt that copied this step, if one did."""
+
+    step: int
+    reason: str  # why it was saved or not, a sentence
+    saved: str | None = None
+    stall_s: float = 0.0  # seconds that the marks and copies took, at the coordinator
+    failures: tuple[str, ...] = ()  # what failed; training may go on unless `stop`
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What the coordinator still waits for before the run is complete; both empty when it is."""
+
+    members: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = field(default=())
+
+
+class Service:
+    """One incarnation of a run's coordinator. All methods on one event loop; `boot` first."""
+
+    def __init__(
+        self, options: Options, store: Store, discover: Discover, shut_down: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`discover` lists the live stagers; `shut_down` ends stagers and this process once nothing is left to do."""
+        self.options = options
+        self._store = store
+        self._discover = discover
+        self._shut_down = shut_down
+        self._paths = RunPaths("", options.run)
+        self._owner = ulid()
+        self._ports: dict[str, StagerPort] = {}  # by node
+        self._members: dict[str, tuple[MemberInfo, ...]] = {}  # by node
+        self._processes: dict[str, int] = {}  # by node: live processes that are registered
+        self._incarnations: dict[str, str] = {}  # by node, of its stager
+        self._homes: dict[tuple[str, int, str], tuple[str, str]] = {}  # role, rank, membership -> node, incarnation
+        self._declared: dict[str, RoleDeclaration] = {}
+        self._last_step: int | None = None  # the last that ended
+        self._saved_step: int | None = None
+        self._resumed: Restored | None = None
+        self._refreshing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._commit_s: list[float] = []
+        self.epoch = 0
+        self.driver: Driver | None = None
+
+    async def boot(self) -> None:
+        """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
+        ports = list(await self._discover())
+        heights = await asyncio.gather(*(port.highest_epoch() for port in ports), return_exceptions=True)
+        floor = max([0, *(height for height in heights if isinstance(height, int))])
+        self.epoch = await asyncio.to_thread(claim_epoch, self._store, self._paths, self._owner, floor)
+        options = self.options
+        self.driver = Driver(
+            Settings(
+                run=options.run,
+                epoch=self.epoch,
+                deadlines=Deadlines(
+                    save_s=options.save_deadline_s,
+                    snapshot_s=options.snapshot_deadline_s,
+                    mark_s=options.snapshot_deadline_s,
+                    stage_s=options.stage_deadline_s,
+                    accept_s=options.accept_deadline_s,
+                    upload_s=options.upload_deadline_s,
+                ),
+                fingerprint=options.fingerprint,
+                on_failure=options.on_failure,
+                max_consecutive_failures=options.max_consecutive_failures,
+            ),
+            store=self._store,
+            new_attempt_id=ulid,
+            clock=time.monotonic,
+            now_utc=lambda: utc_text(time.time()),
+            versions=versions(),
+        )
+        await self._meet(ports)
+        for sentence in await self.driver.recover():
+            log.warning("epoch %d: %s", self.epoch, sentence)
+        self._background(self._watch_over())
+
+    @property
+    def _led(self) -> Driver:
+        if self.driver is None:
+            raise LastgoodError(f"the coordinator of {self.options.run} has not started yet; ask again")
+        return self.driver
+
+    # -- nodes and members
+
+    async def refresh(self) -> None:
+        """Says hello to every stager that lives: new nodes, restarted stagers, changed registrations."""
+        async with self._refreshing:
+            await self._meet(list(await self._discover()))
+
+    async def _meet(self, ports: Sequence[StagerPort]) -> None:
+        answers = await asyncio.gather(*(self._led.add_node(port) for port in ports), return_exceptions=True)
+        for port, answer in zip(ports, answers, strict=True):
+            if isinstance(answer, FencedError):
+                raise answer
+            if isinstance(answer, BaseException):
+                log.warning("a stager does not answer: %s", answer)
+                continue
+            self._ports[answer.node] = port
+            self._members[answer.node] = answer.members
+            self._processes[answer.node] = answer.processes
+            self._incarnations[answer.node] = answer.incarnation
+            for info in answer.members:
+                home = (info.member.role, info.member.rank, info.membership)
+                self._homes[home] = (answer.node, answer.incarnation)
+            for declaration in answer.declarations:
+                if declaration.role not in self._declared:
+                    self._declared[declaration.role] = declaration
+                    self._led.declare(declaration)
+
+    async def declare(self, declaration: RoleDeclaration) -> Missing:
+        """A role of the run. Answers what is still missing of it (agents that have not registered yet)."""
+        self._declared[declaration.role] = declaration
+        self._led.declare(declaration)
+        await self.refresh()
+        return self.missing()
+
+    def missing(self) -> Missing:
+        """Declared members that no live process hosts."""
+        there = {
+            (info.member.role, info.member.rank, info.membership) for infos in self._members.values() for info in infos
+        }
+        absent = [
+            f"{declaration.role}:{rank}"
+            for declaration in self._declared.values()
+            for rank in range(declaration.world_size)
+            if (declaration.role, rank, declaration.membership) not in there
+        ]
+        return Missing(tuple(absent))
+
+    async def _await_return(self) -> None:
+        """Waits for members whose stager is gone or was restarted: their agents register again by themselves.
+
+        RETURN_S at most; a member that its living stager has seen die is not waited for.
+        """
+        until = time.monotonic() + RETURN_S
+        await self.refresh()
+        while self._returning() and time.monotonic() < until:
+            await asyncio.sleep(RETURN_POLL_S)
+            await self.refresh()
+
+    def _returning(self) -> list[str]:
+        return [
+            f"{role}:{rank}"
+            for (role, rank, membership), (node, incarnation) in self._homes.items()
+            if f"{role}:{rank}" in self.missing().members
+            and self._declared[role].membership == membership
+            and (node not in self._led.core.heard or self._incarnations.get(node) != incarnation)
+        ]
+
+    # -- the run
+
+    async def end_step(self, step: int, metrics: Mapping[str, float], again: bool) -> StepOutcome:
+        """Step `step` has ended everywhere: opens its window and, when due, copies it. Returns once training may go on.
+
+        `again`: the client repeats itself after a restart; a step that was committed meanwhile is not saved twice.
+        """
+        began = time.monotonic()
+        incarnations = dict(self._incarnations)
+        if self.missing().members:
+            await self._await_return()
+        decision = self._due(step, metrics, again)
+        outcome = await self._led.open_window(step, metrics, decision)
+        if not outcome.opened:
+            await self._await_return()
+            if self._incarnations != incarnations and not self.missing().members:
+                outcome = await self._led.open_window(step, metrics, decision)  # a stager was restarted meanwhile
+        self._last_step = step
+        return self._told(outcome, decision, time.monotonic() - began)
+
+    def _due(self, step: int, metrics: Mapping[str, float], again: bool) -> Decision:
+        policy: SavePolicy = Never() if self.options.save_freq is None else EverySteps(self.options.save_freq)
+        if self.options.save_first and self._saved_step is None and self._resumed is None:
+            policy = AnyOf((policy, AtSteps(frozenset({step}))))
+        saved = self._saved_step
+        if again and any(checkpoint.step == step for checkpoint in self.checkpoints()):
+            saved = step
+        return policy.decide(Moment(step, time.monotonic(), saved, None, metrics))
+
+    def _told(self, outcome: WindowOutcome, decision: Decision, stall_s: float) -> StepOutcome:
+        copied = [save for save in outcome.saves if save.attempt is not None and not save.failed]
+        failures = [str(save.blame) for save in outcome.saves if save.failed and save.blame]
+        if outcome.blame is not None:
+            failures.append(str(outcome.blame))
+        if copied:
+            self._saved_step = outcome.step
+        for failure in failures:
+            log.error("step %d: %s", outcome.step, failure)
+        return StepOutcome(
+            outcome.step,
+            decision.reason,
+            copied[0].attempt if copied else None,
+            stall_s,
+            tuple(failures),
+            outcome.stop or any(save.stop for save in outcome.saves),
+        )
+
+    async def before_update(self) -> None:
+        """The next update begins: no copy runs when it returns."""
+        await self._led.close_window()
+
+    async def save(self, request: SaveRequest) -> SaveOutcome:
+        """Takes a request in; see Driver.save."""
+        log.info("save requested by %s: %s (%s)", request.requested_by, request.reason, request.request_id)
+        return await self._led.save(request)
+
+    async def wait(self, request_id: str, state: SaveState, timeout_s: float) -> SaveOutcome:
+        """How far a request has come, once it has reached `state`, has failed, or `timeout_s` has passed."""
+        return await self._led.wait(request_id, state, timeout_s)
+
+    async def finish(self, timeout_s: float, request_id: str) -> DrainOutcome:
+        """The run ends: saves the last step if it is not saved, then waits until everything committed is durable.
+
+        Raises LastgoodError when the last save failed.
+        """
+        until = time.monotonic() + timeout_s
+        if self.options.save_last and self._last_step is not None and self._saved_step != self._last_step:
+            request = SaveRequest(request_id, SaveKind.FINAL, "the run was closed", requested_by="close()")
+            await self._led.save(request)
+            outcome = await self._led.wait(request_id, SaveState.COMMITTED, timeout_s)
+            if outcome.state not in (SaveState.COMMITTED, SaveState.DURABLE):
+                raise DeadlineError(
+                    f"the last step {self._last_step} of run {self.options.run} is not committed: "
+                    f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands.",
+                    step=self._last_step,
+                )
+            self._saved_step = self._last_step
+        return await self._led.drain(max(0.0, until - time.monotonic()))
+
+    async def end(self) -> None:
+        """Ends the service: stagers release images and directories, then every process of lastgood for the run ends."""
+        if self.driver is not None:
+            await self.driver.stop()
+        results = await asyncio.gather(*(port.close_down() for port in self._ports.values()), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                log.warning("a stager did not close down: %s", result)
+        await self._shut_down()
+
+    # -- resume
+
+    async def resume(self, mode: int | str, terms: ResumeTermsOrder) -> Restored | None:
+        """Restores the run (see restore.py); None from scratch. The window of the restored step is open then."""
+        deadline = time.monotonic() + terms.deadline_s
+
+        def remaining_s() -> float:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"resume of run {self.options.run} took longer than {terms.deadline_s:.0f} s (resume_deadline_s). "
+                    "Nothing was deleted; look at the log for the phase, or allow more time.",
+                    waited_s=terms.deadline_s,
+                )
+            return left
+
+        await self.refresh()
+        missing = self.missing().members
+        if missing:
+            raise MembershipError(
+                f"resume needs every member, and {', '.join(missing)} of run {self.options.run} are not there. "
+                "Nothing was touched. Call add_members again for the roles whose actors were replaced.",
+                missing=missing,
+            )
+        if not await self._led.settle(remaining_s()):
+            remaining_s()  # raises: the time is up
+        restored = None
+        if mode != "none":
+            restored = await self._restore(mode, terms, remaining_s)
+        self._resumed = restored
+        head = None
+        if restored is not None:
+            head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
+        self._led.resumed_from(head)
+        step = 0 if restored is None else restored.step
+        self._saved_step = None if restored is None else restored.step
+        self._last_step = None
+        outcome = await self._led.open_window(step, {}, Decision(False, "the run has just been resumed"))
+        if not outcome.opened:
+            raise ResumeError(f"step {step} was restored, but its window did not open: {outcome.blame}", step=step)
+        return restored
+
+    async def _restore(
+        self, mode: int | str, terms: ResumeTermsOrder, remaining_s: Callable[[], float]
+    ) -> Restored | None:
+        offered, lost = await self._candidates(mode)
+        if lost and self.options.on_lost == "refuse":
+            raise ResumeError(
+                f"commits of run {self.options.run} are lost: {' '.join(lost)} on_lost='refuse' stops here; nothing "
+                "was "
+                "touched. Bring those nodes back, or continue from the newest whole checkpoint with "
+                "on_lost='continue'.",
+                lost=lost,
+            )
+        for sentence in lost:
+            log.error("lost: %s", sentence)
+        if not offered:
+            if mode == "auto" and not lost and not self.checkpoints():
+                return None
+            raise ResumeError(
+                f"run {self.options.run} has no checkpoint to resume from (asked for {mode!r}). {' '.join(lost)} "
+                "Nothing was "
+                "touched. resume='none' starts from scratch.",
+                lost=lost,
+            )
+        resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
+        ports = {node: port for node, port in self._ports.items() if self._members.get(node)}
+        restored = await restore(offered, resume_terms, ports, self.epoch, remaining_s)
+        restored = replace(restored, lost=tuple(lost))
+        log.warning("resumed run %s from step %d (attempt %s)", self.options.run, restored.step, restored.attempt)
+        return restored
+
+    async def _candidates(self, mode: int | str) -> tuple[list[Candidate], list[str]]:
+        """What the resume may try, newest first, and a sentence for each newer commit that cannot be had.
+
+        Raises NotACheckpointError or IntegrityError for a path that holds none.
+        """
+        if isinstance(mode, str) and mode not in ("auto", "latest"):
+            found = await asyncio.to_thread(open_checkpoint, Path(mode))
+            data = await asyncio.to_thread((found.path / MANIFEST).read_bytes)
+            return [Candidate(data, str(found.path), str(found.path))], []
+        return await self._led.candidates(mode)
+
+    # -- retention
+
+    async def _collect(self) -> None:
+        """Deletes what retention lets go: in the store first, then on every node; always tombstone before files."""
+        protected = {self._resumed.attempt} if self._resumed is not None else set()
+        for checkpoint, reason in to_collect(self.checkpoints(), self.options.save_total_limit, protected):
+            head = AttemptHead(checkpoint.attempt, checkpoint.step, checkpoint.epoch, checkpoint.sequence)
+            try:
+                await asyncio.to_thread(collect_remotely, self._store, self._paths, head, reason)
+                for port in self._ports.values():
+                    with contextlib.suppress(UsageError):  # this node holds nothing of it
+                        await port.collect(self.epoch, head, reason)
+            except StoreError as error:
+                log.warning("step %d (attempt %s) stays for now: %s", head.step, head.attempt, error)
+                return
+            self._led.collected(head)
+            log.info("step %d (attempt %s) collected: %s", head.step, head.attempt, reason)
+
+    # -- reports
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every checkpoint known, newest first."""
+        return self._led.checkpoints()
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able report for people and monitoring."""
+        return {
+            **self._led.status(),
+            "run": self.options.run,
+            "store": self.options.store,
+            "last_step": self._last_step,
+            "saved_step": self._saved_step,
+            "missing": list(self.missing().members),
+        }
+
+    # -- background
+
+    def _background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_over(self) -> None:
+        """Every heartbeat: notices stagers that stop or come back, collects, ends when nobody is left."""
+        missed: dict[str, int] = {}
+        alone_since_s: float | None = None
+        while True:
+            await asyncio.sleep(self.options.heartbeat_s)
+            try:
+                await asyncio.gather(*(self._feel_pulse(node, missed) for node in list(self._ports)))
+                await self._collect()
+                if any(self._processes.values()):
+                    alone_since_s = None
+                    continue
+                alone_since_s = alone_since_s if alone_since_s is not None else time.monotonic()
+                if time.monotonic() - alone_since_s > self.options.linger_s:
+                    log.warning("no process of run %s for %.0f s: it ends", self.options.run, self.options.linger_s)
+                    await self._led.drain(self.options.upload_deadline_s)
+                    await self.end()
+                    return
+            except FencedError as error:
+                log.error("%s", error)
+                return
+            except Exception:
+                log.exception("one heartbeat of run %s failed; the next one tries again", self.options.run)
+
+    async def _feel_pulse(self, node: str, missed: dict[str, int]) -> None:
+        """Asks one stager for a sign of life. After HEARTBEAT_MISSES in a row its node counts as lost."""
+        try:
+            limit_s = self.options.heartbeat_s * HEARTBEAT_MISSES
+            await asyncio.wait_for(self._ports[node].highest_epoch(), limit_s)
+        except (LastgoodError, asyncio.TimeoutError) as error:
+            missed[node] = missed.get(node, 0) + 1
+            if missed[node] == HEARTBEAT_MISSES:
+                self._members[node] = ()
+                self._processes[node] = 0
+                self._led.lose_node(node, f"its stager does not answer: {error}")
+            await self.refresh()  # it may have come back under another handle
+            return
+        if missed.pop(node, 0):
+            await self.refresh()
+
+
+@dataclass(frozen=True)
+class ResumeTermsOrder:
+    """What a client says about a resume."""
+
+    deadline_s: float
+    allow_changes: tuple[str, ...] = ()
+    on_reshard: Mapping[str, str] = field(default_factory=dict)
+
+
+def versions() -> dict[str, str]:
+    """Versions that go into every manifest."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("lastgood", "ray", "torch", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+__all__ = ["Candidate", "Missing", "ResumeTermsOrder", "Service", "StagerPort", "StepOutcome", "versions"]
