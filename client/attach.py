@@ -1,0 +1,113 @@
+"""Into a run and out of nothing: attach (the driver) and connect (any other job). Nothing is touched on bad input.
+
+Attaching makes what a run needs in the cluster: a stager on the driver's node, the coordinator. Both are found by name
+when they live already; with other options they are replaced, unless a live driver uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, cast
+
+import ray
+import ray.exceptions
+
+from ..coordinator.actor import create_coordinator
+from ..coordinator.names import NAMESPACE, coordinator_name
+from ..coordinator.options import Options
+from ..coordinator.ray_names import session_dir
+from ..storage.errors import UsageError
+from ..storage.layout import check_name
+from ..workers.install import agent_of
+from ..workers.stager_actor import find_stagers
+from .link import CALL_S, CoordinatorLink
+from .run import Run, start_stager
+
+log = logging.getLogger("lastgood")
+
+
+def attach(
+    run: str,
+    *,
+    store: str | os.PathLike[str] | None = None,
+    staging: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Run:
+    """Attaches lastgood to the Ray cluster of this process, as the driver of `run`; starts its coordinator if needed.
+
+    `store`: root where checkpoints are kept for good, an absolute path that is the same on every node. `staging`: root
+    on each node's own fast disk, a path or a template such as "/local/{hostname}". Other options, a YAML file
+    (`config`) and LASTGOOD_* variables: docs/options.md.
+
+    Raises OptionsError for options that cannot be used, StagingError for a staging directory that cannot, StoreError
+    for a store that cannot, UsageError when another live driver leads the run with other options.
+    """
+    settings = Options.load(config, run=run, store=store, staging=staging, **options)
+    _connect_ray(None)
+    settings.check_session(session_dir())
+    link = CoordinatorLink(settings.run)
+    _replace_if_other(link, settings)
+    start_stager(settings, ray.get_runtime_context().get_node_id())
+    create_coordinator(settings)
+    link.call("hello", timeout_s=CALL_S)
+    agent_of(settings.run).join()  # as long as this process lives, the run has somebody
+    return Run(settings, link, leads=True)
+
+
+def connect(run: str, *, address: str | None = None) -> Run:
+    """The run as any other job of the cluster sees it: save, latest, checkpoints, status.
+
+    Raises UsageError when no coordinator of that name lives in the cluster.
+    """
+    check_name("run", run)
+    _connect_ray(address)
+    link = CoordinatorLink(run)
+    hello = link.call("hello", timeout_s=CALL_S)
+    return Run(Options.model_validate(hello["options"]), link, leads=False)
+
+
+def _connect_ray(address: str | None) -> None:
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise UsageError(
+            f"no Ray cluster was found at {address or 'auto'}: {error}. Start one, call ray.init() first, or pass its "
+            "address. Without a cluster: lastgood latest <store>/<run>.",
+        ) from error
+
+
+def _replace_if_other(link: CoordinatorLink, options: Options) -> None:
+    """A coordinator with other options, or of another version, ends when no member lives; else attach is refused."""
+    try:
+        handle = ray.get_actor(coordinator_name(options.run), namespace=NAMESPACE)
+    except ValueError:
+        return
+    try:
+        hello: dict[str, Any] = cast("Any", ray.get(handle.hello.remote(), timeout=CALL_S))
+    except ray.exceptions.RayError:
+        ray.kill(handle, no_restart=True)  # it cannot even start; a new one may
+        return
+    if hello["options"] == options.model_dump(mode="json"):
+        return
+    ours = options.model_dump(mode="json")
+    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name))
+    if hello["members"] and not options.takeover:
+        raise UsageError(
+            f"run {options.run} is led by a live driver with other options ({', '.join(changed)}). Nothing was "
+            "touched. "
+            "End that driver first, use its options, or pass takeover=True.",
+            run=options.run,
+            changed=changed,
+        )
+    log.warning("run %s: options %s changed; coordinator and stagers start anew", options.run, ", ".join(changed))
+    for stager in find_stagers(options.run):
+        try:
+            ray.get(stager.close_down.remote(), timeout=CALL_S)
+        except ray.exceptions.RayError as error:
+            log.info("a stager was gone already: %s", error)
+        ray.kill(stager, no_restart=True)
+    ray.kill(handle, no_restart=True)

@@ -1,0 +1,390 @@
+"""A run as its users hold it: members, resume, end_step, save, close. The rule: every wait has a deadline.
+
+Nothing here touches a tensor, and nothing is decided here: the coordinator is asked (client/link.py).
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from ..coordinator.catalog import Checkpoint
+from ..coordinator.messages import MemberInfo, RoleDeclaration, SaveKind, SaveRequest, SaveState
+from ..coordinator.options import Options
+from ..coordinator.outcomes import SaveOutcome, reached
+from ..coordinator.restore import Restored
+from ..coordinator.service import ResumeTermsOrder, StepOutcome
+from ..storage.errors import (
+    DeadlineError,
+    LastgoodError,
+    MembershipError,
+    OptionsError,
+    SaveFailedError,
+    UsageError,
+)
+from ..storage.ids import ulid
+from ..storage.layout import check_name
+from ..workers.install import InstallOrder, RankFunction, StateFunction, agent_of, install, leave, leave_actor, where
+from ..workers.member import Member
+from ..workers.stager_actor import create_stager
+from .link import CALL_S, RETRY_S, CoordinatorLink
+
+log = logging.getLogger("lastgood")
+
+DRIVER_ROLE = "trainer"
+POLL_S = 15.0  # one long poll of SaveHandle.wait
+
+
+class SaveHandle:
+    """One save that was asked for. `wait` as often as you like."""
+
+    def __init__(self, link: CoordinatorLink, request: SaveRequest, outcome: SaveOutcome) -> None:
+        self._link = link
+        self._request = request
+        self.outcome = outcome  # as last heard
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.outcome.state.value}, step={self.outcome.step}, attempt={self.outcome.attempt})"
+
+    def wait(self, state: str | SaveState = SaveState.COMMITTED, timeout_s: float = 900.0) -> SaveOutcome:
+        """Waits until the save is `state` ("snapshot", "staged", "committed", "durable") and tells how it stands.
+
+        Raises SaveFailedError when it has failed (the previous checkpoint stands), DeadlineError after `timeout_s`.
+        """
+        wanted = SaveState(state)
+        until = time.monotonic() + timeout_s
+        while True:
+            left = until - time.monotonic()
+            try:
+                self.outcome = self._link.call(
+                    "wait", self._request.request_id, wanted, max(0.0, min(left, POLL_S)), timeout_s=CALL_S
+                )
+            except UsageError:  # a restarted coordinator has not heard of it: served once, by its id
+                self.outcome = self._link.call("save", self._request, timeout_s=CALL_S)
+            if self.outcome.failed:
+                raise SaveFailedError(
+                    f"save of run {self._link.run} ({self._request.reason}) failed: {self.outcome.blame}. "
+                    "The previous checkpoint stands.",
+                    step=self.outcome.step,
+                    attempt=self.outcome.attempt,
+                    blame=self.outcome.blame,
+                )
+            if reached(self.outcome.state, wanted):
+                return self.outcome
+            if left <= 0:
+                waits = f" It waits: {self.outcome.waits_for}." if self.outcome.waits_for else ""
+                raise DeadlineError(
+                    f"save of run {self._link.run} is {self.outcome.state.value}, not {wanted.value}, after "
+                    f"{timeout_s:.0f} s.{waits} It goes on; wait again, or look at `lastgood status {self._link.run}`.",
+                    waited_s=timeout_s,
+                )
+
+
+class Run:
+    """A training run under lastgood's care. Made by `attach` (the driver) or `connect` (any other job)."""
+
+    def __init__(self, options: Options, link: CoordinatorLink, *, leads: bool) -> None:
+        self.options = options
+        self.name = options.run
+        self._link = link
+        self._leads = leads
+        self._handles: dict[str, list[Any]] = {}  # the user's actors by role, held only while this driver lives
+        self._next_step = 1
+        self._closed = False
+
+    # -- members
+
+    def add_members(
+        self,
+        role: str,
+        handles: Sequence[Any],
+        *,
+        state: StateFunction,
+        rank: RankFunction | None = None,
+    ) -> tuple[MemberInfo, ...]:
+        """Makes running Ray actors of any class members of `role`. A later call for the role replaces the earlier one.
+
+        `state(worker)` runs once in each actor's process and returns the objects that hold its state by component name,
+        such as {"model": worker.model, "optimizer": worker.optimizer, "rng": lastgood.RNG()}. The rank is asked of the
+        process: torch.distributed, then `rank(worker) -> (rank, world_size)`'s word if given, see workers/install.py.
+
+        Raises MembershipError (ranks missing or doubled, the caller's own actor, an actor that does not answer within
+        register_deadline_s), UsageError for a component that cannot be kept, StagingError for a node's directory.
+        """
+        self._must_lead("add_members")
+        check_name("role", role)
+        self._refuse_own_actor(handles)
+        if not handles:
+            raise MembershipError(f"add_members({role!r}) was given no actors. Nothing was touched.", role=role)
+        deadline_s = self.options.register_deadline_s
+        places = self._ask_all(role, [handle.__ray_call__.remote(where) for handle in handles], deadline_s)
+        for ray_node in sorted({node for node, _ in places}):
+            start_stager(self.options, ray_node)
+        membership = ulid()
+        order = InstallOrder(
+            self.name, role, membership, state, rank, len(handles) == 1, self.options.snapshot_deadline_s
+        )
+        infos = self._ask_all(role, [handle.__ray_call__.remote(install, order) for handle in handles], deadline_s)
+        self._declare(role, membership, infos)
+        self._handles[role] = list(handles)
+        return tuple(sorted(infos, key=lambda info: info.member))
+
+    def add_driver(self, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> MemberInfo:
+        """Makes this process a member, role "trainer": its dataloader, RNG, cursor, whatever a resume needs.
+
+        Raises UsageError for a component that cannot be kept.
+        """
+        self._must_lead("add_driver")
+        objects = state() if callable(state) else state
+        member = Member.of(DRIVER_ROLE, 0, 1, objects, hold_limit_s=self.options.snapshot_deadline_s)
+        membership = ulid()
+        info = agent_of(self.name).add(member, membership)
+        self._declare(DRIVER_ROLE, membership, [info])
+        return info
+
+    def _declare(self, role: str, membership: str, infos: Sequence[MemberInfo]) -> None:
+        worlds = sorted({info.world_size for info in infos})
+        ranks = sorted(info.member.rank for info in infos)
+        if len(worlds) != 1 or ranks != list(range(worlds[0])):
+            raise MembershipError(
+                f"add_members({role!r}): {len(infos)} actors say that they are ranks {ranks} of {worlds}; they must be "
+                f"ranks 0..{worlds[-1] - 1}, each once. Nothing is saved for this role. Pass the handles of the whole "
+                "group, each once, or rank=lambda worker: (rank, world_size).",
+                role=role,
+                ranks=ranks,
+                world_sizes=worlds,
+            )
+        components = {info.components for info in infos}
+        if len(components) != 1:
+            raise MembershipError(
+                f"add_members({role!r}): members name different components: {sorted(components)}. Every member of a "
+                "role "
+                "has the same ones. Nothing is saved for this role.",
+                role=role,
+            )
+        declaration = RoleDeclaration(role, worlds[0], components.pop(), membership)
+        until = time.monotonic() + self.options.register_deadline_s
+        while True:
+            missing = self._link.call("declare", declaration, timeout_s=CALL_S)
+            absent = [name for name in missing.members if name.startswith(f"{role}:")]
+            if not absent:
+                return
+            if time.monotonic() > until:
+                raise MembershipError(
+                    f"add_members({role!r}): the coordinator does not see {', '.join(absent)}. Nothing is saved for "
+                    "this "
+                    "role. Is the node's stager alive (lastgood status)?",
+                    role=role,
+                    missing=absent,
+                )
+            time.sleep(RETRY_S)
+
+    def _ask_all(self, role: str, references: Sequence[Any], deadline_s: float) -> list[Any]:
+        _, late = ray.wait(list(references), num_returns=len(references), timeout=deadline_s)
+        if late:
+            numbers = [index for index, reference in enumerate(references) if reference in set(late)]
+            raise MembershipError(
+                f"add_members({role!r}): actors {numbers} of the list have not answered within {deadline_s:.0f} s "
+                "(register_deadline_s). Nothing is saved for this role. An actor that is busy in a method answers "
+                "after "
+                "it: add members before training starts.",
+                role=role,
+                late=numbers,
+            )
+        try:
+            return ray.get(list(references))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LastgoodError):
+                raise error.cause from None
+            raise UsageError(
+                f"add_members({role!r}): the state or rank function raised in the actor: {error.cause!r}. Nothing "
+                "is saved "
+                f"for this role.\n{error}",
+                role=role,
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise MembershipError(
+                f"add_members({role!r}): an actor died before it answered: {error}. Nothing is saved for this role.",
+                role=role,
+            ) from error
+
+    def _refuse_own_actor(self, handles: Sequence[Any]) -> None:
+        own = ray.get_runtime_context().get_actor_id()
+        for index, handle in enumerate(handles):
+            actor_id = getattr(handle, "_actor_id", None)
+            if actor_id is None:
+                raise MembershipError(
+                    f"add_members takes Ray actor handles; item {index} is a {type(handle).__name__}. Nothing was "
+                    "touched."
+                )
+            if own is not None and actor_id.hex() == own:
+                raise MembershipError(
+                    f"item {index} of add_members is the actor that this code runs in: it cannot answer while it "
+                    "waits. "
+                    "Nothing was touched. Use run.add_driver(state) for this process."
+                )
+
+    # -- training
+
+    @property
+    def next_step(self) -> int:
+        """The first step to run: 1 from scratch, N + 1 after resuming step N."""
+        return self._next_step
+
+    def resume(
+        self,
+        mode: int | str | None = None,
+        *,
+        allow_changes: Sequence[str] = (),
+        on_reshard: Mapping[str, str] | None = None,
+    ) -> Restored | None:
+        """Restores every member from a checkpoint. Call it once all members are there, before the first step.
+
+        `mode`: "auto" (the newest whole checkpoint; None if there never was a commit), "latest" (the same, but an error
+        if there is none), "none" (from scratch), a step number, or the path of a checkpoint; default: option `resume`.
+        Returns what the run continues from; `next_step` follows it.
+
+        Raises ResumeError, FingerprintError, WrongRunError, NotACheckpointError, MembershipError; live state is
+        untouched then, except where ResumeError says otherwise.
+        """
+        self._must_lead("resume")
+        terms = ResumeTermsOrder(
+            self.options.resume_deadline_s,
+            (*self.options.allow_changes, *allow_changes),
+            {**self.options.on_reshard, **(on_reshard or {})},
+        )
+        chosen = self.options.resume if mode is None else mode
+        restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
+        self._next_step = 1 if restored is None else restored.step + 1
+        return restored
+
+    def end_step(self, step: int, metrics: Mapping[str, float] | None = None) -> StepOutcome:
+        """Step `step` has ended: its update is done on every member. Saves when due; returns once training may go on.
+
+        Call it between the end of one update and the start of the next. Metrics (finite or not) go into the manifest.
+        Raises SaveFailedError when saves failed and on_failure says stop; otherwise a failure is in the outcome and
+        the log, and the previous checkpoint stands.
+        """
+        self._must_lead("end_step")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
+        values = {str(name): float(value) for name, value in (metrics or {}).items()}
+        limit_s = self.options.save_deadline_s + self.options.snapshot_deadline_s + CALL_S
+        outcome = self._link.call("end_step", step, values, timeout_s=limit_s, again="again")
+        self._next_step = step + 1
+        if outcome.stop:
+            raise SaveFailedError(
+                f"step {step}: {' '.join(outcome.failures)} Training stops here "
+                f"(on_failure={self.options.on_failure!r}, "
+                f"max_consecutive_failures={self.options.max_consecutive_failures}); the previous checkpoint stands.",
+                step=step,
+                failures=outcome.failures,
+            )
+        return outcome
+
+    def before_update(self) -> None:
+        """The next update begins: returns when no copy of the last step's state runs. Only for loops whose updates do
+        not go through torch optimizers (those are held back by a hook)."""
+        self._must_lead("before_update")
+        self._link.call("before_update", timeout_s=self.options.snapshot_deadline_s + CALL_S)
+
+    # -- for any job
+
+    def save(self, tag: str | None = None, *, deadline_s: float | None = None, reason: str = "") -> SaveHandle:
+        """Asks for a checkpoint of the last finished step, from any job of the cluster; returns at once.
+
+        While the members only roll out it is made at once; during an update it waits for that update's end.
+        `deadline_s`: seconds until it must be committed, or it fails and leaves everything as it was.
+        Raises OptionsError for a tag that cannot be part of a path.
+        """
+        if tag is not None:
+            check_name("tag", tag)
+        if deadline_s is not None and not deadline_s > 0:
+            raise OptionsError(f"deadline_s is {deadline_s}; it takes seconds, above 0. Nothing was touched.")
+        request = SaveRequest(ulid(), SaveKind.MANUAL, reason or "asked for by hand", tag, _who(), deadline_s)
+        return SaveHandle(self._link, request, self._link.call("save", request, timeout_s=CALL_S))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every checkpoint that is known, newest first."""
+        return self._link.call("checkpoints", timeout_s=CALL_S)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest committed checkpoint; None when there is none yet."""
+        return next((found for found in self.checkpoints() if found.committed), None)
+
+    def status(self) -> dict[str, Any]:
+        """How the run stands, as JSON-able values."""
+        return self._link.call("status", timeout_s=CALL_S)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the run: the last step is committed, everything committed is durable, lastgood's processes are gone.
+
+        From a job that only connected it just lets go. Raises SaveFailedError or DeadlineError when that was not
+        reached; then the coordinator stays and goes on. Idempotent.
+        """
+        if self._closed or not self._leads:
+            self._closed = True
+            return
+        limit_s = timeout_s if timeout_s is not None else self.options.save_deadline_s + self.options.upload_deadline_s
+        drained = self._link.call("finish", limit_s, ulid(), timeout_s=limit_s + CALL_S)
+        if not drained.drained:
+            raise DeadlineError(
+                f"run {self.name} is not durable after {limit_s:.0f} s: {' '.join(drained.lagging)} What is committed "
+                "stands on the nodes' disks; the coordinator goes on uploading. Call close() again.",
+                waited_s=limit_s,
+            )
+        self._closed = True
+        for handle in {handle._actor_id: handle for group in self._handles.values() for handle in group}.values():
+            try:
+                ray.get(handle.__ray_call__.remote(leave_actor, self.name), timeout=CALL_S)
+            except ray.exceptions.RayError as error:
+                log.info("a member was gone at close: %s", error)
+        self._handles.clear()
+        leave(self.name)
+        try:
+            self._link.call("end", timeout_s=CALL_S)
+        except (UsageError, DeadlineError) as error:
+            log.debug("the coordinator has ended: %s", error)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+
+    def _must_lead(self, what: str) -> None:
+        if not self._leads:
+            raise UsageError(
+                f"{what} is the driver's: this job only connected to run {self.name}. Nothing was touched; use "
+                "lastgood.attach in the driver.",
+                run=self.name,
+            )
+
+
+def start_stager(options: Options, ray_node: str) -> None:
+    """Starts the run's stager on a node unless it lives. Raises StagingError or OptionsError telling why it cannot."""
+    handle = create_stager(options, ray_node)
+    try:
+        ray.get(handle.identity.remote(), timeout=CALL_S)
+    except ray.exceptions.RayTaskError as error:
+        ray.kill(handle, no_restart=True)
+        raise (error.cause if isinstance(error.cause, LastgoodError) else error) from None
+    except ray.exceptions.RayError as error:
+        raise MembershipError(f"the stager on Ray node {ray_node} does not start: {error}", node=ray_node) from error
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()} pid {os.getpid()}"

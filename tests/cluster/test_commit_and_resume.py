@@ -1,0 +1,189 @@
+"""A run is saved in two phases, ended, and continued as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from lastgood.storage.manifest import Manifest
+from lastgood.storage.verify import verify_attempt
+from lastgood.workers.install import leave
+
+from .world import World, until
+
+
+def uninterrupted(world: World, steps: int) -> tuple[list[list[float]], list[str]]:
+    """Losses and final digests of the same job without lastgood."""
+    world.new_ranks()
+    losses = [world.update() for _ in range(steps)]
+    digests = world.digests()
+    world.cursor["seen"] = 0
+    return losses, digests
+
+
+def test_fresh_actors_continue_bit_for_bit_from_the_newest_commit(world: World) -> None:
+    losses, digests = uninterrupted(world, 6)
+
+    world.start(save_freq=2)
+    assert world.run.resume("auto") is None
+    assert world.run.next_step == 1
+    for step in range(1, 5):
+        world.update()
+        outcome = world.run.end_step(step, metrics={"loss": 1.0})
+        assert (outcome.saved is not None) == (step % 2 == 0), outcome
+    world.committed(4)
+    world.update()  # step 5 is lost with its actors
+    world.new_ranks(seed=99)
+    world.cursor["seen"] = -1
+    world.join()
+    restored = world.run.resume("auto")
+    assert restored is not None
+    assert restored.step == 4
+    assert restored.rejected == ()
+    assert world.run.next_step == 5
+    assert world.cursor == {"seen": 32}
+    assert [world.update() for _ in (5, 6)] == losses[4:]
+    assert world.digests() == digests
+
+
+def test_a_save_at_step_zero_and_at_every_step_changes_nothing(world: World) -> None:
+    losses, digests = uninterrupted(world, 4)
+    world.start(save_freq=1)
+    world.run.resume("auto")
+    world.run.save(tag="start").wait("committed")
+    assert world.checkpoint(0).tag == "start"
+    seen = []
+    for step in range(1, 5):
+        seen.append(world.update())
+        assert world.run.end_step(step).saved is not None
+    assert seen == losses
+    assert world.digests() == digests
+
+
+def test_what_lies_at_rest_is_whole_on_every_node_and_in_the_store(world: World) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    checkpoint = world.durable(1)
+    places = [root / world.name / "global_step_1" / checkpoint.attempt for root in (*world.node_dirs(), world.store)]
+    assert len(places) == 3
+    manifests = {(place / "manifest.json").read_bytes() for place in places}
+    assert len(manifests) == 1
+    manifest = Manifest.from_bytes(manifests.pop(), where="manifest")
+    assert {(m.role, m.rank) for m in manifest.members} == {("actor", 0), ("actor", 1), ("trainer", 0)}
+    assert {m.updates for m in manifest.members if m.role == "actor"} == {1}
+    assert len(manifest.participants) == 2
+    assert not [f for f in verify_attempt(places[2], manifest) if f.fatal]
+    assert (world.store / world.name / "latest.json").exists()
+    assert list((world.store / world.name / "ledger").iterdir())
+
+
+def test_close_commits_the_last_step_makes_it_durable_and_leaves_no_process(world: World) -> None:
+    world.start(save_freq=100)
+    world.run.resume()
+    world.step(1)
+    assert world.checkpoint(1) is None
+    pids = world.stager_pids().values()
+    world.run.close()
+    markers = list((world.store / world.name / "global_step_1").glob("*/COMPLETED"))
+    assert len(markers) == 1
+    for pid in pids:
+        until(lambda pid=pid: gone(pid), f"stager {pid} gone")
+    folders = list(shared_memory(world.name))
+    assert folders == []
+
+
+def test_when_the_driver_and_its_actors_are_gone_everything_is_made_durable_and_lastgood_ends(world: World) -> None:
+    world.start(save_freq=1, linger_s=1.0)
+    world.run.resume()
+    world.step(1)
+    pids = [*world.stager_pids().values(), world.hello()["pid"]]
+    leave(world.name)  # as if this process had died
+    world.end_ranks()
+    for pid in pids:
+        until(lambda pid=pid: gone(pid), f"process {pid} gone")
+    assert list(shared_memory(world.name)) == []
+    assert len(list((world.store / world.name / "global_step_1").glob("*/COMPLETED"))) == 1
+
+
+def test_another_world_size_gets_the_same_tensors_when_it_is_allowed(world: World) -> None:
+    world.start()
+    world.run.resume()
+    for step in (1, 2):
+        world.step(step)
+    world.committed(2)
+    world.new_ranks(world_size=1, seed=5)
+    world.join()
+    try:
+        world.run.resume()
+    except lastgood.errors.FingerprintError as error:
+        assert "actor.world_size" in str(error)
+        assert "2" in str(error)
+        assert "1" in str(error)
+    else:
+        raise AssertionError("a changed world size must be refused unless it is allowed")
+    restored = world.run.resume(allow_changes=["actor.world_size"], on_reshard={"rng": "rank0"})
+    assert restored.step == 2
+    world.step(3)
+    assert world.committed(3).step == 3
+
+
+def test_ranks_that_come_back_on_other_nodes_get_their_shards_from_the_node_that_has_them(world: World) -> None:
+    world.start(save_freq=1)
+    world.run.resume()
+    world.step(1)
+    before = world.digests()
+    world.committed(1)
+    world.new_ranks(seed=3, first_node=1)
+    world.join()
+    assert world.run.resume().step == 1
+    assert world.digests() == before
+
+
+def test_resume_takes_a_step_the_newest_or_nothing_as_it_is_told(world: World) -> None:
+    world.start()
+    for mode in ("latest", 1):
+        with pytest.raises(lastgood.errors.ResumeError, match="no checkpoint to resume from"):
+            world.run.resume(mode)
+    assert world.run.resume("auto") is None
+    digests = {0: world.digests()}
+    for step in (1, 2, 3):
+        world.step(step)
+        world.committed(step)
+        digests[step] = world.digests()
+    assert world.run.resume(2).step == 2
+    assert world.run.next_step == 3
+    assert world.digests() == digests[2]
+    assert world.run.resume("latest").step == 3
+    assert world.digests() == digests[3]
+    with pytest.raises(lastgood.errors.ResumeError, match="asked for 7"):
+        world.run.resume(7)
+    assert world.run.resume("none") is None
+    assert world.run.next_step == 1
+    assert world.digests() == digests[3]  # from scratch means: nothing is restored, the actors are as they were made
+
+
+def test_save_total_limit_keeps_the_newest_and_deletes_the_rest_everywhere(world: World) -> None:
+    world.start(save_total_limit=2)
+    world.run.resume()
+    for step in range(1, 6):
+        world.step(step)
+        world.durable(step)
+    until(lambda: not world.shards(3), "step 3 collected on both nodes and in the store")
+    assert world.shards(4)
+    assert world.shards(5)
+    assert [c.step for c in world.run.checkpoints() if c.committed] == [5, 4]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("Z", "X")
+    except FileNotFoundError:
+        return True
+
+
+def shared_memory(name: str) -> Iterator[Path]:
+    return Path("/dev/shm").glob(f"lastgood.*.{name}.*")

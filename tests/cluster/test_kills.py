@@ -1,0 +1,189 @@
+"""SIGKILL at a named point of every phase: the newest commit stays whole, and the next save commits."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from lastgood.storage.manifest import Manifest
+from lastgood.storage.verify import verify_attempt
+
+from .world import World, kill, until
+
+
+def whole(world: World, step: int) -> None:
+    """The newest committed checkpoint of a step verifies byte for byte on the nodes that hold its shards."""
+    checkpoint = world.committed(step)
+    for root in world.node_dirs():
+        place = root / world.name / f"global_step_{step}" / checkpoint.attempt
+        until((place / "COMPLETED").exists, f"COMPLETED rolled forward to {root.name}")
+        manifest = Manifest.from_bytes((place / "manifest.json").read_bytes(), where=str(place))
+        node = (root / world.name / "node.json").read_text()
+        mine = [shard for shard in manifest.shards if shard.node in node]
+        assert mine
+        assert not [f for f in verify_attempt(place, manifest, mine) if f.fatal]
+
+
+COORDINATOR_POINTS = (
+    "coordinator.snapshot",
+    "coordinator.stage",
+    "coordinator.staged",
+    "coordinator.accept",
+    "coordinator.publish",
+    "coordinator.write_ledger",
+    "coordinator.upload",
+    "coordinator.complete_remotely",
+    "coordinator.note_durable",
+)
+
+
+def test_the_coordinator_dies_before_every_command_and_the_run_goes_on(world: World) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    world.durable(1)
+    step, epoch = 1, world.hello()["epoch"]
+    for point in COORDINATOR_POINTS:
+        step += 1
+        world.update()
+        world.arm(point, "kill")
+        world.run.end_step(step)
+        world.fired(point)
+        hello = world.hello()
+        assert hello["epoch"] > epoch, point
+        epoch = hello["epoch"]
+        newest = max(c.step for c in world.run.checkpoints() if c.committed)
+        assert newest in (step - 1, step), point
+        whole(world, newest)
+        step += 1
+        world.step(step)
+        whole(world, step)
+        world.durable(step)
+    steps = [c.step for c in world.run.checkpoints() if c.committed]
+    assert steps == sorted(steps, reverse=True)
+
+
+STAGER_POINTS = (
+    "stager.snapshot.begin",
+    "stager.snapshot.sealed",
+    "stager.stage.begin",
+    "stager.stage.written",
+    "stager.record.accept",
+    "stager.publish.before_completed",
+    "stager.publish.after_completed",
+    "stager.upload.shard",
+)
+
+
+def test_a_stager_dies_in_every_phase_and_the_run_goes_on(world: World) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    world.durable(1)
+    step = 1
+    for point in STAGER_POINTS:
+        step += 1
+        world.update()
+        world.arm(point, "kill")
+        world.run.end_step(step)
+        world.fired(point)
+        newest = max(c.step for c in world.run.checkpoints() if c.committed)
+        assert newest in (step - 1, step), point
+        step += 1
+        world.step(step)
+        whole(world, step)
+        world.durable(step)
+
+
+@pytest.mark.parametrize("point", ["stager.stage.begin", "coordinator.accept"])
+def test_members_that_die_after_the_snapshot_do_not_cost_the_attempt(world: World, point: str) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    before = world.digests()
+    world.committed(1)
+    world.update()
+    world.arm(point, "pause")
+    after = world.digests()
+    world.run.end_step(2)
+    world.fired(point)
+    for pid in ray.get([rank.pid.remote() for rank in world.ranks]):
+        kill(pid)
+    world.go(point)
+    whole(world, 2)
+    world.new_ranks(seed=3)
+    world.join()
+    assert world.run.resume().step == 2
+    assert world.digests() == after != before
+    world.step(3)
+    whole(world, 3)
+
+
+@pytest.mark.parametrize("point", ["member.mark", "member.snapshot", "member.copy"])
+def test_a_member_that_dies_before_its_vote_costs_one_attempt_and_is_named(world: World, point: str) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    before = world.digests()
+    world.committed(1)
+    world.update()
+    pids = ray.get([rank.pid.remote() for rank in world.ranks])
+    world.arm(point, "pause")  # whichever process comes first stops there
+    import threading
+
+    outcomes: list = []
+    thread = threading.Thread(target=lambda: outcomes.append(world.run.end_step(2)))
+    thread.start()
+    world.fired(point)
+    for pid in pids:
+        kill(pid)
+    world.go(point)
+    thread.join(90)
+    assert outcomes
+    assert outcomes[0].saved is None
+    assert any("actor:" in failure for failure in outcomes[0].failures), outcomes[0]
+    assert world.checkpoint(2) is None
+    whole(world, 1)
+    world.new_ranks(seed=3)
+    world.join()
+    assert world.run.resume().step == 1
+    assert world.digests() == before
+    world.step(2)
+    whole(world, 2)
+
+
+def test_the_coordinator_comes_back_with_a_higher_epoch_and_knows_every_checkpoint(world: World) -> None:
+    world.start()
+    world.run.resume()
+    for step in (1, 2, 3):
+        world.step(step)
+        world.committed(step)
+    before = [(c.step, c.attempt) for c in world.run.checkpoints()]
+    epoch = world.hello()["epoch"]
+    world.kill_coordinator()
+    claimed = world.store / world.name / "epochs" / f"{epoch + 1:08d}"
+    until(claimed.exists, "the new incarnation recovers although nobody calls it")
+    assert world.hello()["epoch"] > epoch
+    assert [(c.step, c.attempt) for c in world.run.checkpoints()] == before
+    assert world.run.status()["missing"] == []  # nobody had to register again
+
+
+def test_everything_dies_and_a_new_start_resumes_the_newest_commit(world: World) -> None:
+    world.start()
+    world.run.resume()
+    for step in (1, 2):
+        world.step(step)
+        world.committed(step)
+    digests = world.digests()
+    stagers = world.stager_pids()
+    coordinator = world.hello()["pid"]
+    for pid in [*ray.get([rank.pid.remote() for rank in world.ranks]), *stagers.values(), coordinator]:
+        kill(pid)
+    world.new_ranks(seed=9)
+    world.attach()
+    world.join()
+    assert world.run.resume().step == 2
+    assert world.digests() == digests
+    until(lambda: set(world.stager_pids()) == set(stagers), "the same directories are led by new stagers")
+    world.step(3)
+    whole(world, 3)
