@@ -96,11 +96,18 @@ class Agent:
                 member.restored(old.updates)
             self._members[member.id] = member
             self._infos[member.id] = info
+        self.join()
+        return info
+
+    def join(self) -> None:
+        """Registers this process with the stager, whatever members it has, and starts the thread.
+
+        Raises SnapshotError when this process does not see the stager's shared memory.
+        """
         self._register()
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=f"lastgood-agent-{self.run}", daemon=True)
             self._thread.start()
-        return info
 
     def close(self) -> None:
         """Leaves the run: hooks are removed, images unmapped. Idempotent; called when the driver ends."""

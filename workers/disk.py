@@ -61,7 +61,7 @@ class NodeDisk:
         except StagingError as error:
             raise StagingError(
                 f"the staging directory {staging} cannot be used: {error.__cause__ or error}. Nothing was changed. "
-                f"Create it on the node's local disk, writable for uid {os.getuid()}, or set staging to another directory.",
+                f"Create it on the node's local disk, writable for uid {os.getuid()}, or set staging elsewhere.",
                 path=str(staging),
             ) from error
         self._final: dict[str, AttemptInventory] = {}  # under _looking: attempts of which nothing changes any more

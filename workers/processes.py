@@ -80,6 +80,10 @@ class Processes:
             )
         )
 
+    def count(self) -> int:
+        """Live registered processes, those without members too."""
+        return len(self._processes)
+
     def hosts(self, members: Iterable[MemberId] | None = None) -> dict[str, tuple[MemberId, ...]]:
         """Process id -> its members among those named (all when None).
 

@@ -131,6 +131,7 @@ class Stager:
             attempts=(*on_disk, *self._only_in_memory({found.attempt for found in on_disk})),
             declarations=self._declarations,
             address=self._config.address,
+            processes=self._processes.count(),
         )
 
     def _only_in_memory(self, on_disk: Collection[str]) -> list[AttemptInventory]:
