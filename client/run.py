@@ -11,13 +11,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 import ray.exceptions
 
 from ..coordinator.catalog import Checkpoint
-from ..coordinator.messages import MemberInfo, RoleDeclaration, SaveKind, SaveRequest, SaveState
+from ..coordinator.messages import MemberInfo, Progress, RoleDeclaration, SaveKind, SaveRequest, SaveState
 from ..coordinator.options import Options
 from ..coordinator.outcomes import SaveOutcome, reached
 from ..coordinator.restore import Restored
@@ -98,6 +99,7 @@ class Run:
         self._leads = leads
         self._handles: dict[str, list[Any]] = {}  # the user's actors by role, held only while this driver lives
         self._next_step = 1
+        self._progress = Progress()
         self._closed = False
 
     # -- members
@@ -264,6 +266,7 @@ class Run:
         chosen = self.options.resume if mode is None else mode
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
+        self._progress = Progress(resumed=None if restored is None else restored.head)
         return restored
 
     def end_step(self, step: int, metrics: Mapping[str, float] | None = None) -> StepOutcome:
@@ -278,8 +281,9 @@ class Run:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
         values = {str(name): float(value) for name, value in (metrics or {}).items()}
         limit_s = self.options.save_deadline_s + self.options.snapshot_deadline_s + CALL_S
-        outcome = self._link.call("end_step", step, values, timeout_s=limit_s, again="again")
+        outcome = self._link.call("end_step", step, values, self._progress, timeout_s=limit_s, again="again")
         self._next_step = step + 1
+        self._progress = replace(self._progress, last_step=step, saved=outcome.saved)
         if outcome.stop:
             raise SaveFailedError(
                 f"step {step}: {' '.join(outcome.failures)} Training stops here "
@@ -334,7 +338,8 @@ class Run:
             self._closed = True
             return
         limit_s = timeout_s if timeout_s is not None else self.options.save_deadline_s + self.options.upload_deadline_s
-        drained = self._link.call("finish", limit_s, ulid(), timeout_s=limit_s + CALL_S)
+        request_id = ulid()
+        drained = self._link.call("finish", limit_s, request_id, self._progress, timeout_s=limit_s + CALL_S)
         if not drained.drained:
             raise DeadlineError(
                 f"run {self.name} is not durable after {limit_s:.0f} s: {' '.join(drained.lagging)} What is committed "

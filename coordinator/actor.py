@@ -26,6 +26,7 @@ from .messages import (
     Inventory,
     LoadRequest,
     NodeSnapshot,
+    Progress,
     RecordState,
     RoleDeclaration,
     SaveRequest,
@@ -71,6 +72,9 @@ class RayStagerPort:
 
     async def mark(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
         return await self._ask("mark", epoch, step, deadline_s)
+
+    async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
+        return await self._ask("reopen", epoch, step, deadline_s)
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         await self._ask("close_window", epoch, deadline_s)
@@ -188,8 +192,8 @@ class CoordinatorActor:
     async def declare(self, declaration: RoleDeclaration) -> Missing:
         return await (await self._ready()).declare(declaration)
 
-    async def end_step(self, step: int, metrics: Mapping[str, float], again: bool) -> StepOutcome:
-        return await (await self._ready()).end_step(step, metrics, again)
+    async def end_step(self, step: int, metrics: Mapping[str, float], progress: Progress, again: bool) -> StepOutcome:
+        return await (await self._ready()).end_step(step, metrics, progress, again)
 
     async def before_update(self) -> None:
         await (await self._ready()).before_update()
@@ -210,8 +214,8 @@ class CoordinatorActor:
     async def status(self) -> dict[str, Any]:
         return (await self._ready()).status()
 
-    async def finish(self, timeout_s: float, request_id: str) -> DrainOutcome:
-        return await (await self._ready()).finish(timeout_s, request_id)
+    async def finish(self, timeout_s: float, request_id: str, progress: Progress) -> DrainOutcome:
+        return await (await self._ready()).finish(timeout_s, request_id, progress)
 
     async def end(self) -> None:
         await (await self._ready()).end()

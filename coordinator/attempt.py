@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ..storage.errors import IllegalMoveError
 from ..storage.manifest import ShardRecord
 from .membership import Roster, Window
 from .messages import AttemptHead, Blame, MemberId, NodeSnapshot, RecordState, SaveKind, SaveRequest, SaveState
-from .moves import MOVES, PROVEN, UNDONE, Cause, IllegalMoveError, Phase
+from .moves import MOVES, PROVEN, UNDONE, Cause, Phase
 
 CERTAIN = (RecordState.ACCEPT, RecordState.REFUSE)  # records that never change
 OUTSTANDING = math.inf  # in Attempt.calls: asked, not yet answered

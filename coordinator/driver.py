@@ -35,7 +35,6 @@ from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome, reached
 from .policies import Decision
 from .ports import ParticipantPort
 from .report import lagging, report, unsettled
-from .runner import KEEPS_REQUESTS, requests_of
 
 if TYPE_CHECKING:
     from .restore import Candidate
@@ -78,11 +77,11 @@ class Driver(Engine):
         return inventory
 
     def _feed_requests(self, inventory: Inventory) -> None:
-        for found in inventory.attempts if KEEPS_REQUESTS else ():
+        for found in inventory.attempts:
             if found.manifest is None or found.attempt in self.core.attempts:
                 continue
             try:
-                requests = requests_of(Manifest.from_bytes(found.manifest, where=f"{inventory.node}/{found.attempt}"))
+                requests = Manifest.from_bytes(found.manifest, where=f"{inventory.node}/{found.attempt}").requests
             except IntegrityError as error:
                 log.warning("%s", error)
                 continue
@@ -160,16 +159,29 @@ class Driver(Engine):
 
         That is at once when nothing is due, else when what is due has been copied (or has failed). Raises FencedError.
         """
+        return await self._open_window(self._mark, step, metrics or {}, due)
+
+    async def reopen_window(self, step: int) -> WindowOutcome:
+        """After a restart: takes over the window of `step` if it is still open at every member; captures nothing."""
+        return await self._open_window(self._reopen, step, {}, None)
+
+    async def _open_window(
+        self,
+        ask: Callable[[int, float, ParticipantPort], Awaitable[NodeSnapshot]],
+        step: int,
+        metrics: Mapping[str, float],
+        due: Decision | None,
+    ) -> WindowOutcome:
         self._check_alive()
         async with self._window_lock:
             left_s = self.settings.deadlines.mark_s
             nodes = self.core.membership.nodes()
-            mark = functools.partial(self._mark, step=step, left_s=left_s)
+            mark = functools.partial(ask, step, left_s)
             answers = await self._everywhere(nodes, mark, left_s)
             reports = {node: answer for node, answer in answers.items() if isinstance(answer, NodeSnapshot)}
             failures = {node: _say(answer) for node, answer in answers.items() if isinstance(answer, BaseException)}
             self._verdict = None
-            self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics or {})))
+            self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics)))
             self._check_alive()
             verdict = self._last_verdict()
             if not verdict.opened:
@@ -201,8 +213,11 @@ class Driver(Engine):
         assert self._verdict is not None, "the core answered WindowOpened without a verdict"
         return self._verdict
 
-    async def _mark(self, port: ParticipantPort, step: int, left_s: float) -> NodeSnapshot:
+    async def _mark(self, step: int, left_s: float, port: ParticipantPort) -> NodeSnapshot:
         return await port.mark(self.settings.epoch, step, left_s)
+
+    async def _reopen(self, step: int, left_s: float, port: ParticipantPort) -> NodeSnapshot:
+        return await port.reopen(self.settings.epoch, step, left_s)
 
     async def _close(self, port: ParticipantPort, left_s: float) -> None:
         await port.close_window(self.settings.epoch, left_s)

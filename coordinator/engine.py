@@ -15,12 +15,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ..storage.errors import FencedError, UsageError
+from ..storage.errors import FencedError, IllegalMoveError, UsageError
 from ..storage.store import Store
 from . import commands as cmd
 from . import events as ev
 from .holdings import Holdings
-from .moves import IllegalMoveError
 from .outcomes import SaveOutcome
 from .ports import ParticipantPort
 from .protocol import Protocol, Settings

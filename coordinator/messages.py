@@ -94,6 +94,7 @@ class Inventory:
     attempts: tuple[AttemptInventory, ...]
     declarations: tuple[RoleDeclaration, ...] = ()
     address: str = ""  # for people: host name, staging directory
+    marked_step: int | None = None  # the step that ended last, as its members here were told
     processes: int = 0  # live processes that are registered, the driver's counted even before it has members
 
 
@@ -183,3 +184,12 @@ class LoadRequest:
     on_reshard: Mapping[str, str] = field(default_factory=dict)  # component -> error, fresh or rank0
     source: str | None = None  # a directory outside staging and store that holds the attempt (resume from a path)
     allow_changes: tuple[str, ...] = ()  # fingerprint names that may differ
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the driver knows of its run. Told with its calls, so that a restarted coordinator need not remember it."""
+
+    last_step: int | None = None  # the last that ended
+    saved: str | None = None  # the attempt that copied it, if one did
+    resumed: AttemptHead | None = None  # what the run continued from

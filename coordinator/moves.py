@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from ..storage.errors import LastgoodError
 from . import events as ev
-
-
-class IllegalMoveError(LastgoodError):
-    """The core was told something that cannot have happened, or was about to do what it must not. Nothing changed.
-
-    A defect of lastgood or of a port, never of the run. Fields: `attempt`, `phase`, `story`.
-    """
 
 
 class Phase(enum.Enum):

@@ -30,6 +30,13 @@ class ParticipantPort(Protocol):
         """Opens the quiescent window of `step`: every member here captures its small state and reports (nbytes 0)."""
         ...
 
+    async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
+        """As mark, for a new coordinator: captures nothing, every member only tells that its window is still open.
+
+        Raises WindowClosedError when a member has begun its next update.
+        """
+        ...
+
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         """Closes the window: returns when no copy is running in any member here, and none will start before a mark."""
         ...

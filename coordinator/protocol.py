@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ..storage.errors import IllegalMoveError
 from . import commands as cmd
 from . import events as ev
 from .answers import ANSWERS, RETRIED
@@ -25,7 +26,7 @@ from .hearing import Hearing
 from .invariants import check
 from .membership import Membership, Window
 from .messages import AttemptHead, Blame, RecordState, SaveState
-from .moves import BEFORE_COMMIT, COPYING, EXPECTED, LATE, PROVEN, Cause, IllegalMoveError, Phase
+from .moves import BEFORE_COMMIT, COPYING, EXPECTED, LATE, PROVEN, Cause, Phase
 from .progress import Progress
 from .recovery import Verdict, decide
 from .requests import Requests

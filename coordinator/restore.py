@@ -53,6 +53,10 @@ class Restored:
     rejected: tuple[str, ...] = ()  # newer checkpoints that were not whole, a sentence each
     lost: tuple[str, ...] = ()  # commits known to have happened that nothing holds any more
 
+    @property
+    def head(self) -> AttemptHead:
+        return AttemptHead(self.attempt, self.step, self.epoch, self.sequence)
+
 
 @dataclass(frozen=True)
 class ResumeTerms:

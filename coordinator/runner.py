@@ -28,7 +28,6 @@ Blocking = Callable[[Callable[[], T]], Awaitable[T]]
 
 _GRACE_S = 1.0  # a node's own error, which names the member, shall arrive before our timeout
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
-KEEPS_REQUESTS = "requests" in Manifest.model_fields  # then a request is served once even over restarts
 
 
 def point(command: cmd.Command) -> str:
@@ -39,7 +38,6 @@ def point(command: cmd.Command) -> str:
 def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str]) -> bytes:
     """The manifest's bytes. Raises ValueError when the votes do not make one (the model checks them once more)."""
     parent = draft.parent
-    extra: dict[str, Any] = {"requests": draft.request_ids} if KEEPS_REQUESTS else {}
     manifest = Manifest(
         run=draft.run,
         attempt=draft.head.attempt,
@@ -66,14 +64,9 @@ def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str
         metrics={name: float(value) for name, value in draft.metrics.items()},
         fingerprint=dict(draft.fingerprint),
         versions=dict(versions),
-        **extra,
+        requests=draft.request_ids,
     )
     return manifest.to_bytes()
-
-
-def requests_of(manifest: Manifest) -> tuple[str, ...]:
-    """The requests that a manifest says it serves."""
-    return tuple(getattr(manifest, "requests", ()))
 
 
 class Runner:

@@ -21,6 +21,7 @@ from ..storage.errors import (
     LastgoodError,
     MembershipError,
     ResumeError,
+    SaveFailedError,
     StoreError,
     UsageError,
 )
@@ -34,6 +35,7 @@ from .epochs import claim_epoch
 from .messages import (
     AttemptHead,
     MemberInfo,
+    Progress,
     RoleDeclaration,
     SaveKind,
     SaveRequest,
@@ -81,10 +83,9 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Missing:
-    """What the coordinator still waits for before the run is complete; both empty when it is."""
+    """What the coordinator still waits for before the run is complete; empty when it is."""
 
     members: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = field(default=())
 
 
 class Service:
@@ -106,12 +107,11 @@ class Service:
         self._incarnations: dict[str, str] = {}  # by node, of its stager
         self._homes: dict[tuple[str, int, str], tuple[str, str]] = {}  # role, rank, membership -> node, incarnation
         self._declared: dict[str, RoleDeclaration] = {}
-        self._last_step: int | None = None  # the last that ended
-        self._saved_step: int | None = None
-        self._resumed: Restored | None = None
+        self._marked_steps: set[int | None] = set()  # of the nodes with members, at boot
+        self._saved_step: int | None = None  # the last that this incarnation copied or restored
+        self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._refreshing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._commit_s: list[float] = []
         self.epoch = 0
         self.driver: Driver | None = None
 
@@ -147,6 +147,7 @@ class Service:
         await self._meet(ports)
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
+        await self._reopen()
         self._background(self._watch_over())
 
     @property
@@ -174,6 +175,8 @@ class Service:
             self._members[answer.node] = answer.members
             self._processes[answer.node] = answer.processes
             self._incarnations[answer.node] = answer.incarnation
+            if answer.members:
+                self._marked_steps.add(answer.marked_step)
             for info in answer.members:
                 home = (info.member.role, info.member.rank, info.membership)
                 self._homes[home] = (answer.node, answer.incarnation)
@@ -186,6 +189,11 @@ class Service:
         """A role of the run. Answers what is still missing of it (agents that have not registered yet)."""
         self._declared[declaration.role] = declaration
         self._led.declare(declaration)
+        self._homes = {
+            home: place
+            for home, place in self._homes.items()
+            if home[0] != declaration.role or home[2] == declaration.membership
+        }
         await self.refresh()
         return self.missing()
 
@@ -222,34 +230,53 @@ class Service:
             and (node not in self._led.core.heard or self._incarnations.get(node) != incarnation)
         ]
 
+    async def _reopen(self) -> None:
+        """Takes over the window that was open when the coordinator before this one died, if it still is."""
+        step = next(iter(self._marked_steps), None)
+        if not self._declared or self.missing().members or len(self._marked_steps) != 1 or step is None:
+            return
+        outcome = await self._led.reopen_window(step)
+        if not outcome.opened:
+            log.info("the window of step %d is closed: saves wait for the next end_step (%s)", step, outcome.blame)
+
     # -- the run
 
-    async def end_step(self, step: int, metrics: Mapping[str, float], again: bool) -> StepOutcome:
+    async def end_step(self, step: int, metrics: Mapping[str, float], progress: Progress, again: bool) -> StepOutcome:
         """Step `step` has ended everywhere: opens its window and, when due, copies it. Returns once training may go on.
 
         `again`: the client repeats itself after a restart; a step that was committed meanwhile is not saved twice.
         """
         began = time.monotonic()
+        self._heed(progress)
         incarnations = dict(self._incarnations)
         if self.missing().members:
             await self._await_return()
-        decision = self._due(step, metrics, again)
+        saved = self._saved_before(step) if again else None
+        decision = self._due(step, metrics)
+        if saved is not None:
+            decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
         outcome = await self._led.open_window(step, metrics, decision)
         if not outcome.opened:
             await self._await_return()
             if self._incarnations != incarnations and not self.missing().members:
                 outcome = await self._led.open_window(step, metrics, decision)  # a stager was restarted meanwhile
-        self._last_step = step
-        return self._told(outcome, decision, time.monotonic() - began)
+        told = self._told(outcome, decision, time.monotonic() - began)
+        return told if saved is None else replace(told, saved=saved)
 
-    def _due(self, step: int, metrics: Mapping[str, float], again: bool) -> Decision:
+    def _heed(self, progress: Progress) -> None:
+        if progress.resumed is not None:
+            self._protected.add(progress.resumed.attempt)
+
+    def _saved_before(self, step: int) -> str | None:
+        """The attempt of this step that an earlier incarnation has committed, if it is the newest of all."""
+        newest = next((checkpoint for checkpoint in self.checkpoints() if checkpoint.committed), None)
+        return newest.attempt if newest is not None and newest.step == step else None
+
+    def _due(self, step: int, metrics: Mapping[str, float]) -> Decision:
         policy: SavePolicy = Never() if self.options.save_freq is None else EverySteps(self.options.save_freq)
-        if self.options.save_first and self._saved_step is None and self._resumed is None:
+        if self.options.save_first and not self.checkpoints():
             policy = AnyOf((policy, AtSteps(frozenset({step}))))
-        saved = self._saved_step
-        if again and any(checkpoint.step == step for checkpoint in self.checkpoints()):
-            saved = step
-        return policy.decide(Moment(step, time.monotonic(), saved, None, metrics))
+        return policy.decide(Moment(step, time.monotonic(), self._saved_step, None, metrics))
 
     def _told(self, outcome: WindowOutcome, decision: Decision, stall_s: float) -> StepOutcome:
         copied = [save for save in outcome.saves if save.attempt is not None and not save.failed]
@@ -282,23 +309,26 @@ class Service:
         """How far a request has come, once it has reached `state`, has failed, or `timeout_s` has passed."""
         return await self._led.wait(request_id, state, timeout_s)
 
-    async def finish(self, timeout_s: float, request_id: str) -> DrainOutcome:
-        """The run ends: saves the last step if it is not saved, then waits until everything committed is durable.
+    async def finish(self, timeout_s: float, request_id: str, progress: Progress) -> DrainOutcome:
+        """The run ends: saves the last step unless it is committed, then waits until everything committed is durable.
 
-        Raises LastgoodError when the last save failed.
+        Raises SaveFailedError when the last step could not be committed.
         """
         until = time.monotonic() + timeout_s
-        if self.options.save_last and self._last_step is not None and self._saved_step != self._last_step:
+        self._heed(progress)
+        await self._led.settle(timeout_s)
+        committed = any(found.attempt == progress.saved and found.committed for found in self.checkpoints())
+        if self.options.save_last and progress.last_step is not None and not committed:
             request = SaveRequest(request_id, SaveKind.FINAL, "the run was closed", requested_by="close()")
             await self._led.save(request)
-            outcome = await self._led.wait(request_id, SaveState.COMMITTED, timeout_s)
+            outcome = await self._led.wait(request_id, SaveState.COMMITTED, max(0.0, until - time.monotonic()))
             if outcome.state not in (SaveState.COMMITTED, SaveState.DURABLE):
-                raise DeadlineError(
-                    f"the last step {self._last_step} of run {self.options.run} is not committed: "
-                    f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands.",
-                    step=self._last_step,
+                raise SaveFailedError(
+                    f"the last step {progress.last_step} of run {self.options.run} is not committed: "
+                    f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands; "
+                    "nothing was ended. Call close() again, or end_step once more and then close().",
+                    step=progress.last_step,
                 )
-            self._saved_step = self._last_step
         return await self._led.drain(max(0.0, until - time.monotonic()))
 
     async def end(self) -> None:
@@ -340,14 +370,13 @@ class Service:
         restored = None
         if mode != "none":
             restored = await self._restore(mode, terms, remaining_s)
-        self._resumed = restored
         head = None
         if restored is not None:
+            self._protected.add(restored.attempt)
             head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
         self._led.resumed_from(head)
         step = 0 if restored is None else restored.step
         self._saved_step = None if restored is None else restored.step
-        self._last_step = None
         outcome = await self._led.open_window(step, {}, Decision(False, "the run has just been resumed"))
         if not outcome.opened:
             raise ResumeError(f"step {step} was restored, but its window did not open: {outcome.blame}", step=step)
@@ -398,8 +427,12 @@ class Service:
 
     async def _collect(self) -> None:
         """Deletes what retention lets go: in the store first, then on every node; always tombstone before files."""
-        protected = {self._resumed.attempt} if self._resumed is not None else set()
-        for checkpoint, reason in to_collect(self.checkpoints(), self.options.save_total_limit, protected):
+        for node, heads in self._led.leftovers().items():  # they were away when these were collected
+            for head in heads:
+                await self._ports[node].collect(self.epoch, head, "collected while this node was away")
+                self._led.collected(head)
+        keep_last = self.options.save_total_limit
+        for checkpoint, reason in to_collect(self.checkpoints(), keep_last, self._protected):
             head = AttemptHead(checkpoint.attempt, checkpoint.step, checkpoint.epoch, checkpoint.sequence)
             try:
                 await asyncio.to_thread(collect_remotely, self._store, self._paths, head, reason)
@@ -424,7 +457,6 @@ class Service:
             **self._led.status(),
             "run": self.options.run,
             "store": self.options.store,
-            "last_step": self._last_step,
             "saved_step": self._saved_step,
             "missing": list(self.missing().members),
         }

@@ -19,7 +19,8 @@
     │   └── StoreUnavailableError the store could not be reached; the outcome of a write is unknown
     ├── ResumeError               no checkpoint could be restored; the message lists what was tried
     ├── DeadlineError             a wait ended; names who was late
-    └── FencedError               a newer coordinator has taken over; this one must stop
+    ├── FencedError               a newer coordinator has taken over; this one must stop
+    └── IllegalMoveError          a defect of lastgood: the protocol was told something that cannot have happened
 
 Every error pickles (errors cross Ray actors), carries its facts as fields, and ends with what to do.
 """
@@ -129,3 +130,10 @@ class DeadlineError(LastgoodError):
 
 class FencedError(LastgoodError):
     """A newer coordinator has taken over the run; the holder of a lower epoch must stop."""
+
+
+class IllegalMoveError(LastgoodError):
+    """The protocol was told something that cannot have happened, or was about to do what it must not. Nothing changed.
+
+    A defect of lastgood, never of the run. Fields: `attempt`, `phase`, `story`.
+    """

@@ -263,6 +263,7 @@ class Manifest(FileModel):
     tag: Name | None = None
     reason: Text = ""
     requested_by: Text = ""
+    requests: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()  # ids: each is served once, over restarts
     created_at: Utc
     parent: Parent | None = None
     roles: dict[Name, RoleRecord]

@@ -198,6 +198,10 @@ class Agent:
             raise SnapshotError(f"{gone[0]} is no longer a member in process {os.getpid()}", member=gone[0])
         if order.kind is OrderKind.MARK:
             return Answer(order.order_id, tuple(member.mark(order.step) for member in members.values()))
+        if order.kind is OrderKind.REOPEN:
+            for member in members.values():
+                member.gate.require(order.step)
+            return Answer(order.order_id, tuple(member.report(order.step) for member in members.values()))
         if order.kind is OrderKind.SNAPSHOT:
             assert order.head is not None
             return self._snapshot(order, order.head, members)

@@ -18,6 +18,7 @@ class OrderKind(enum.Enum):
     """What the agent shall do in its process, for the members named in the order."""
 
     MARK = "mark"  # a step has ended: capture small state, open the quiescent window
+    REOPEN = "reopen"  # a new coordinator asks whether the window of a step is still open
     CLOSE_WINDOW = "close_window"  # an update is about to begin
     PAUSE = "pause"
     RELEASE = "release"

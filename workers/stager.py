@@ -100,6 +100,7 @@ class Stager:
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
+        self._marked_step: int | None = None
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
         self._writers = asyncio.Semaphore(config.write_threads)
@@ -131,6 +132,7 @@ class Stager:
             attempts=(*on_disk, *self._only_in_memory({found.attempt for found in on_disk})),
             declarations=self._declarations,
             address=self._config.address,
+            marked_step=self._marked_step,
             processes=self._processes.count(),
         )
 
@@ -147,10 +149,22 @@ class Stager:
         return self._disk.highest_epoch
 
     async def mark(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
+        self._marked_step = None
+        vote = await self._report(OrderKind.MARK, epoch, step, deadline_s)
+        self._marked_step = step
+        return vote
+
+    async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
+        """As mark, for a new coordinator: nothing is captured anew, every member only tells whether it is still so.
+
+        Raises WindowClosedError when a member has begun its next update.
+        """
+        return await self._report(OrderKind.REOPEN, epoch, step, deadline_s)
+
+    async def _report(self, kind: OrderKind, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
         await self._heed(epoch)
-        hosts = self._processes.hosts()
         answers = await self._processes.ask_all(
-            hosts, lambda members: _order(OrderKind.MARK, epoch, deadline_s, members, step=step)
+            self._processes.hosts(), lambda members: _order(kind, epoch, deadline_s, members, step=step)
         )
         return NodeSnapshot(self.node, _reports(answers))
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lastgood.coordinator.moves import IllegalMoveError
+from lastgood.storage.errors import IllegalMoveError
 
 from .schedules import run_seed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -221,6 +221,12 @@ class MemoryPort:
         self.step, self.updating = step, False
         return NodeSnapshot(self.node, tuple(MemberReport(m, step, self.updates, COMPONENTS) for m in self.members))
 
+    async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
+        await self._pass("reopen", epoch)
+        if self.updating or step != self.step:
+            raise WindowClosedError(f"{self.node} is in an update")
+        return NodeSnapshot(self.node, tuple(MemberReport(m, step, self.updates, COMPONENTS) for m in self.members))
+
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         await self._pass("close_window", epoch)
         self.updating = True
@@ -363,6 +369,3 @@ def manual(request_id: str, tag: str | None = None, deadline_s: float | None = N
 
 def count(calls: Iterable[str], name: str) -> int:
     return sum(call == name for call in calls)
-
-
-Awaited = Awaitable[Any]

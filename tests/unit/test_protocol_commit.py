@@ -9,7 +9,8 @@ import pytest
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.messages import MemberReport, NodeSnapshot, RecordState, SaveKind, SaveState
-from lastgood.coordinator.moves import EXPECTED, MOVES, Cause, IllegalMoveError, Phase
+from lastgood.coordinator.moves import EXPECTED, MOVES, Cause, Phase
+from lastgood.storage.errors import IllegalMoveError
 from tests.unit.protocol_bench import ACTOR1, MANIFEST, TRAINER, Bench
 
 

@@ -432,6 +432,26 @@ def test_a_new_coordinator_knows_every_checkpoint_and_goes_on_numbering() -> Non
     run(scene())
 
 
+def test_a_new_coordinator_takes_over_a_window_that_is_still_open_and_no_other() -> None:
+    async def scene() -> None:
+        s = Scene()
+        first = await s.ready()
+        await first.open_window(4, None, NOT_DUE)
+        await first.stop()
+        second = await s.ready()
+        assert (await second.reopen_window(4)).opened
+        assert (await second.save(manual("r1"))).step == 4
+        assert (await second.wait("r1", SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        await second.close_window()
+        third = await s.ready()
+        assert not (await third.reopen_window(4)).opened
+        assert "mark" not in s.ports["n1"].log[s.ports["n1"].log.index("reopen") :]
+        for driver in (second, third):
+            await driver.stop()
+
+    run(scene())
+
+
 def test_the_older_coordinator_is_fenced_and_says_so() -> None:
     async def scene() -> None:
         s = Scene()

@@ -13,8 +13,9 @@ from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.catalog import Standing
 from lastgood.coordinator.messages import AttemptHead, Inventory, RecordState, SaveKind, SaveRequest, SaveState
-from lastgood.coordinator.moves import IllegalMoveError, Phase
+from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.recovery import Verdict, decide
+from lastgood.storage.errors import IllegalMoveError
 from lastgood.storage.manifest import Completed, LedgerEntry
 from tests.unit.protocol_bench import MANIFEST, Bench, found, head
 
