@@ -17,7 +17,7 @@ from ..coordinator.actor import create_coordinator
 from ..coordinator.names import NAMESPACE, coordinator_name
 from ..coordinator.options import Options
 from ..coordinator.ray_names import session_dir
-from ..storage.errors import UsageError
+from ..storage.errors import LastgoodError, UsageError
 from ..storage.layout import check_name
 from ..workers.install import agent_of
 from ..workers.stager_actor import find_stagers
@@ -25,6 +25,8 @@ from .link import CALL_S, CoordinatorLink
 from .run import Run, start_stager
 
 log = logging.getLogger("lastgood")
+
+_ONE_TIME = ("takeover", "resume", "allow_changes", "on_reshard")  # for one attach or resume, not for the coordinator
 
 
 def attach(
@@ -51,7 +53,11 @@ def attach(
     _replace_if_other(link, settings)
     start_stager(settings, ray.get_runtime_context().get_node_id())
     create_coordinator(settings)
-    link.call("hello", timeout_s=CALL_S)
+    try:
+        link.call("hello", timeout_s=CALL_S)
+    except LastgoodError:
+        _end_all(settings.run)  # it cannot lead; nothing is left behind
+        raise
     agent_of(settings.run).join()  # as long as this process lives, the run has somebody
     return Run(settings, link, leads=True)
 
@@ -91,10 +97,10 @@ def _replace_if_other(link: CoordinatorLink, options: Options) -> None:
     except ray.exceptions.RayError:
         ray.kill(handle, no_restart=True)  # it cannot even start; a new one may
         return
-    if hello["options"] == options.model_dump(mode="json"):
-        return
     ours = options.model_dump(mode="json")
-    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name))
+    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in _ONE_TIME)
+    if not changed:
+        return
     if hello["members"] and not options.takeover:
         raise UsageError(
             f"run {options.run} is led by a live driver with other options ({', '.join(changed)}). Nothing was "
@@ -104,10 +110,18 @@ def _replace_if_other(link: CoordinatorLink, options: Options) -> None:
             changed=changed,
         )
     log.warning("run %s: options %s changed; coordinator and stagers start anew", options.run, ", ".join(changed))
-    for stager in find_stagers(options.run):
+    _end_all(options.run)
+
+
+def _end_all(run: str) -> None:
+    """Ends the run's stagers, which release what they hold, and its coordinator."""
+    for stager in find_stagers(run):
         try:
             ray.get(stager.close_down.remote(), timeout=CALL_S)
         except ray.exceptions.RayError as error:
             log.info("a stager was gone already: %s", error)
         ray.kill(stager, no_restart=True)
-    ray.kill(handle, no_restart=True)
+    try:
+        ray.kill(ray.get_actor(coordinator_name(run), namespace=NAMESPACE), no_restart=True)
+    except ValueError:
+        log.debug("the coordinator was gone already")

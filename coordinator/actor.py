@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,6 +20,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..storage.errors import LastgoodError, StagingError
+from ..storage.ids import ulid
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import open_store
 from .catalog import Checkpoint
@@ -36,7 +39,8 @@ from .messages import (
 from .names import NAMESPACE, coordinator_name, stager_prefix
 from .options import Options
 from .outcomes import DrainOutcome, SaveOutcome
-from .ray_names import named_actors
+from .ownership import Identity
+from .ray_names import named_actors, session_dir
 from .restore import Restored
 from .service import Missing, ResumeTermsOrder, Service, StepOutcome, versions
 
@@ -151,7 +155,10 @@ class CoordinatorActor:
     async def _start(self) -> Service:
         store = open_store(self._options.store)
         await asyncio.to_thread(store.probe)
-        service = Service(self._options, store, self._discover, self._shut_down)
+        cluster = Path(session_dir()).name
+        address = f"{socket.gethostname()} pid {os.getpid()}, Ray {cluster}"
+        identity = Identity(cluster, ulid(), address)
+        service = Service(self._options, store, identity, self._discover, self._shut_down)
         await service.boot()
         self._service = service
         return service

@@ -290,6 +290,11 @@ class Driver(Engine):
         survey = self._survey
         return catalog.merge(self._holdings.of(self.core.heard), survey.completed, survey.ledger, survey.collected)
 
+    def fence(self, reason: str) -> None:
+        """A newer coordinator leads the run. Raises FencedError, as every later call does."""
+        self._feed(ev.Fenced(reason))
+        self._check_alive()
+
     def collected(self, head: AttemptHead) -> None:
         """Retention has deleted this checkpoint: in the store (a tombstone stands there) and on the nodes asked."""
         survey, attempt = self._survey, head.attempt

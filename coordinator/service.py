@@ -43,6 +43,7 @@ from .messages import (
 )
 from .options import Options
 from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome
+from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
 from .ports import ParticipantPort
 from .protocol import Deadlines, Settings
@@ -53,6 +54,7 @@ log = logging.getLogger("lastgood.coordinator")
 
 RETURN_S = 15.0  # how long end_step waits for agents whose stager was restarted
 RETURN_POLL_S = 0.1
+BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
 HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
 
 
@@ -92,7 +94,12 @@ class Service:
     """One incarnation of a run's coordinator. All methods on one event loop; `boot` first."""
 
     def __init__(
-        self, options: Options, store: Store, discover: Discover, shut_down: Callable[[], Awaitable[None]]
+        self,
+        options: Options,
+        store: Store,
+        identity: Identity,
+        discover: Discover,
+        shut_down: Callable[[], Awaitable[None]],
     ) -> None:
         """`discover` lists the live stagers; `shut_down` ends stagers and this process once nothing is left to do."""
         self.options = options
@@ -100,7 +107,8 @@ class Service:
         self._discover = discover
         self._shut_down = shut_down
         self._paths = RunPaths("", options.run)
-        self._owner = ulid()
+        self._ownership = Ownership(store, self._paths, identity, options.heartbeat_s * BEATS_PER_OWNER)
+        self._identity = identity
         self._ports: dict[str, StagerPort] = {}  # by node
         self._members: dict[str, tuple[MemberInfo, ...]] = {}  # by node
         self._processes: dict[str, int] = {}  # by node: live processes that are registered
@@ -112,15 +120,18 @@ class Service:
         self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._refreshing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._next_owner_s = 0.0
         self.epoch = 0
         self.driver: Driver | None = None
 
     async def boot(self) -> None:
         """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
+        await asyncio.to_thread(self._ownership.check, self.options.takeover)
         ports = list(await self._discover())
         heights = await asyncio.gather(*(port.highest_epoch() for port in ports), return_exceptions=True)
         floor = max([0, *(height for height in heights if isinstance(height, int))])
-        self.epoch = await asyncio.to_thread(claim_epoch, self._store, self._paths, self._owner, floor)
+        self.epoch = await asyncio.to_thread(claim_epoch, self._store, self._paths, self._identity.token, floor)
+        await asyncio.to_thread(self._ownership.beat, self.epoch)
         options = self.options
         self.driver = Driver(
             Settings(
@@ -339,6 +350,8 @@ class Service:
         for result in results:
             if isinstance(result, BaseException):
                 log.warning("a stager did not close down: %s", result)
+        with contextlib.suppress(StoreError):  # the next attach then waits until this owner counts as silent
+            await asyncio.to_thread(self._ownership.leave)
         await self._shut_down()
 
     # -- resume
@@ -476,6 +489,7 @@ class Service:
             await asyncio.sleep(self.options.heartbeat_s)
             try:
                 await asyncio.gather(*(self._feel_pulse(node, missed) for node in list(self._ports)))
+                await self._tell_owner()
                 await self._collect()
                 if any(self._processes.values()):
                     alone_since_s = None
@@ -491,6 +505,19 @@ class Service:
                 return
             except Exception:
                 log.exception("one heartbeat of run %s failed; the next one tries again", self.options.run)
+
+    async def _tell_owner(self) -> None:
+        """Refreshes owner.json when it is time. Raises FencedError when a newer coordinator leads the run."""
+        if time.monotonic() < self._next_owner_s:
+            return
+        self._next_owner_s = time.monotonic() + self._ownership.interval_s
+        try:
+            superseded = await asyncio.to_thread(self._ownership.beat, self.epoch)
+        except StoreError as error:
+            log.warning("the store did not take this coordinator's heartbeat: %s", error)
+            return
+        if superseded is not None:
+            self._led.fence(superseded)
 
     async def _feel_pulse(self, node: str, missed: dict[str, int]) -> None:
         """Asks one stager for a sign of life. After HEARTBEAT_MISSES in a row its node counts as lost."""

@@ -6,6 +6,7 @@ changed; the state function and, if given, the rank function are called with the
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -63,6 +64,9 @@ def install(instance: Any, order: InstallOrder) -> MemberInfo:
 def agent_of(run: str) -> Agent:
     """This process's agent for a run; made at the first call."""
     with _agents_lock:
+        if not _agents:
+            atexit.unregister(leave_all)
+            atexit.register(leave_all)  # after Ray registered its own, so it runs before Ray is shut down
         if run not in _agents:
             _agents[run] = Agent(run, RayStagerLink(run, ray.get_runtime_context().get_node_id()))
         return _agents[run]
@@ -74,6 +78,12 @@ def leave(run: str) -> None:
         agent = _agents.pop(run, None)
     if agent is not None:
         agent.close()
+
+
+def leave_all() -> None:
+    """Ends every agent of this process: a thread that waits in Ray while Ray is shut down would spoil the exit code."""
+    for run in list(_agents):
+        leave(run)
 
 
 def leave_actor(_instance: Any, run: str) -> None:
