@@ -21,6 +21,7 @@ from lastgood.storage.errors import (
     DeadlineError,
     FencedError,
     IntegrityError,
+    SnapshotError,
     StagingError,
     StoreError,
     UsageError,
@@ -30,7 +31,9 @@ from lastgood.storage.image import read_image
 from lastgood.storage.layout import RunPaths
 from lastgood.storage.manifest import Completed, EpochNote, Manifest, MemberRecord, RoleRecord, ShardRecord
 from lastgood.storage.store import FileStore
+from lastgood.workers import disk
 from lastgood.workers.agent import Agent
+from lastgood.workers.images import ImageState
 from lastgood.workers.member import Member
 from lastgood.workers.orders import Answer, ImageRequest, Order, OrderKind
 from lastgood.workers.processes import pid_namespace_of_this_process
@@ -365,6 +368,160 @@ def test_a_manifest_with_other_shards_than_were_staged_is_not_accepted(node: Nod
 def test_a_store_that_is_another_place_on_this_node_is_refused(node: Node) -> None:
     with pytest.raises(StoreError, match="not the same place on every node"):
         node.call("hello", 77, [])
+
+
+def test_every_call_of_a_coordinator_refuses_the_past(node: Node) -> None:
+    node.call("hello", 7, [])
+    at = head(epoch=6)
+    completed = Completed(
+        run="run",
+        attempt="A1",
+        step=1,
+        epoch=6,
+        sequence=1,
+        manifest_sha256="0" * 64,
+        kind="scheduled",
+        participants=(node.stager.node,),
+        committed_at="2031-05-06T07:08:09.123Z",
+    )
+    calls: dict[str, tuple[Any, ...]] = {
+        "hello": ([],),
+        "mark": (1, 1.0),
+        "reopen": (1, 1.0),
+        "close_window": (1.0,),
+        "pause": (at, 1.0),
+        "release": (at,),
+        "snapshot": (SnapshotOrder(at, (), 1.0),),
+        "stage": (at, 1.0),
+        "accept": (at, b""),
+        "refuse": (at, "no"),
+        "publish": (completed, b"{}"),
+        "upload": (at,),
+        "note_durable": (at,),
+        "discard": (at,),
+        "collect": (at, "no"),
+        "load": (at, LoadRequest(b""), 1.0),
+        "apply": (at, 1.0),
+        "forget": (),
+    }
+    for method, arguments in calls.items():
+        with pytest.raises(FencedError):
+            node.call(method, 6, *arguments)
+    assert [path.name for path in (node.root / "staging/run").iterdir() if path.is_dir()] == []
+
+
+def test_an_agent_refuses_orders_of_the_past(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 5, 1, 30.0)
+    process = next(iter(node.stager._processes.hosts()))
+    order = Order("late", OrderKind.MARK, 4, 30.0, (ACTOR,), 2)
+    with pytest.raises(FencedError, match="epoch 5"):
+        node.loop.run(node.stager._processes.ask(process, order))
+    assert snapshot(node, head(epoch=5)).members[0].step == 1  # the late mark changed nothing
+
+
+def test_an_image_that_was_not_sealed_for_the_attempt_is_never_staged(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    shard = node.stager._snapshots["A1"].shards[0]
+    image = node.stager._slots[shard.member, shard.component].image
+    used = image.used_bytes
+    for state, attempt, nbytes in (
+        (ImageState.FILLING, "A1", used),
+        (ImageState.SEALED, "A0", used),
+        (ImageState.SEALED, "A1", used - 4096),
+    ):
+        image._store(state, nbytes, attempt)
+        with pytest.raises(SnapshotError, match="not sealed for A1"):
+            node.stager._checked(head(), shard)
+    image._store(ImageState.SEALED, used, "A1")
+    assert node.stager._checked(head(), shard) == shard
+
+
+def test_an_update_that_wants_to_begin_waits_until_the_agent_has_copied(node: Node, agent: Agent) -> None:
+    state = training()
+    update(state)
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    before = state["model"].weight.detach().clone()
+    provide, copying, updated = node.stager.provide, threading.Event(), threading.Event()
+
+    async def slow(*arguments: Any) -> Any:
+        copying.set()
+        await asyncio.to_thread(updated.wait, 0.3)  # the update must not get through meanwhile
+        return await provide(*arguments)
+
+    node.stager.provide = slow  # type: ignore[method-assign]
+
+    def updates() -> None:
+        copying.wait(30)
+        update(state)
+        updated.set()
+
+    thread = threading.Thread(target=updates)
+    thread.start()
+    snapshot(node, head())
+    thread.join(30)
+    stage(node, head())
+    file = node.root / "staging/run/global_step_1/A1/actor/rank_00000.model.safetensors"
+    assert torch.equal(load_file(file)["weight"], before)
+    assert not torch.equal(state["model"].weight, before)
+
+
+def test_a_manifest_of_another_attempt_is_not_accepted(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    shards = stage(node, head())
+    for other in (head("A9"), head(step=2), head(epoch=2), head(sequence=2)):
+        with pytest.raises(IntegrityError):
+            node.call("accept", 1, head(), manifest_of(node, other, shards))
+    assert node.call("accept", 1, head(), manifest_of(node, head(), shards)) is RecordState.ACCEPT
+
+
+def test_pointers_come_after_completed_and_never_go_back(node: Node, agent: Agent, monkeypatch: Any) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    changed: list[str] = []
+
+    def noted(write: Any) -> Any:
+        def call(path: Path, data: bytes) -> Any:
+            changed.append("/".join(path.relative_to(node.root / "staging/run").parts[:]))
+            return write(path, data)
+
+        return call
+
+    for name in ("create_once", "replace_durably"):
+        monkeypatch.setattr(disk, name, noted(getattr(disk, name)))
+    manifests = {}
+    for name, sequence in (("A1", 1), ("A2", 2)):
+        node.call("mark", 1, 1, 30.0)
+        at = head(name, 1, 1, sequence)
+        snapshot(node, at)
+        manifests[name] = commit(node, at)
+    publish = [name for name in changed if "A1" in name or name in ("latest.json", "global_step_1/COMPLETED")][:6]
+    order = ["manifest.json", "A1/COMPLETED", "global_step_1/COMPLETED", "latest.json"]
+    places = [next(i for i, name in enumerate(publish) if name.endswith(end)) for end in order]
+    assert places == sorted(places), publish
+    old = Manifest.from_bytes(manifests["A1"], where="m")
+    node.call("publish", 1, Completed.of(old, manifests["A1"], "2031-05-06T07:08:10.000Z"), manifests["A1"])
+    for name in ("latest.json", "global_step_1/COMPLETED"):
+        assert b'"attempt":"A2"' in (node.root / "staging/run" / name).read_bytes()
+
+
+def test_a_rejected_copy_is_not_offered_again(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    node.call("upload", 1, head())
+    record = node.stager._disk.read_staged(head())[0]
+    local, tier = node.call("locate", head(), record, [], None)
+    assert tier == "local"
+    fetched, tier = node.call("locate", head(), record, [local], None)
+    assert tier == "store"
+    assert Path(fetched).read_bytes() == Path(local).read_bytes()
+    assert node.call("locate", head(), record, [local, fetched], None) is None
 
 
 def test_the_past_is_refused_even_after_a_restart(node: Node) -> None:
