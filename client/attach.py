@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any, cast
 
 import ray
@@ -17,15 +18,16 @@ from ..coordinator.actor import create_coordinator
 from ..coordinator.names import NAMESPACE, coordinator_name
 from ..coordinator.options import Options
 from ..coordinator.ray_names import session_dir
-from ..storage.errors import LastgoodError, UsageError
+from ..storage.errors import DeadlineError, LastgoodError, UsageError
 from ..storage.layout import check_name
 from ..workers.install import agent_of
 from ..workers.stager_actor import find_stagers
-from .link import CALL_S, CoordinatorLink
+from .link import CALL_S, RETRY_S, CoordinatorLink
 from .run import Run, start_stager
 
 log = logging.getLogger("lastgood")
 
+DRIVER_GONE_S = 15.0  # how long attach waits for the driver before this one to be gone
 _ONE_TIME = ("takeover", "resume", "allow_changes", "on_reshard")  # for one attach or resume, not for the coordinator
 
 
@@ -50,13 +52,14 @@ def attach(
     _connect_ray(None)
     settings.check_session(session_dir())
     link = CoordinatorLink(settings.run)
-    _replace_if_other(link, settings)
+    existed = _replace_if_other(link, settings)
     start_stager(settings, ray.get_runtime_context().get_node_id())
     create_coordinator(settings)
     try:
         link.call("hello", timeout_s=CALL_S)
-    except LastgoodError:
-        _end_all(settings.run)  # it cannot lead; nothing is left behind
+    except LastgoodError as error:
+        if not existed and not isinstance(error, DeadlineError):
+            _end_all(settings.run)  # what this call has just made cannot lead; nothing is left behind
         raise
     agent_of(settings.run).join()  # as long as this process lives, the run has somebody
     return Run(settings, link, leads=True)
@@ -86,31 +89,62 @@ def _connect_ray(address: str | None) -> None:
         ) from error
 
 
-def _replace_if_other(link: CoordinatorLink, options: Options) -> None:
-    """A coordinator with other options, or of another version, ends when no member lives; else attach is refused."""
+def _replace_if_other(link: CoordinatorLink, options: Options) -> bool:
+    """Whether a coordinator lives that can be used; one with other options ends first, when no member lives.
+
+    Raises UsageError when another live driver leads the run, or members of one with other options live.
+    """
     try:
         handle = ray.get_actor(coordinator_name(options.run), namespace=NAMESPACE)
     except ValueError:
-        return
-    try:
-        hello: dict[str, Any] = cast("Any", ray.get(handle.hello.remote(), timeout=CALL_S))
-    except ray.exceptions.RayError:
+        return False
+    hello = _hello_without_another_driver(handle, options)
+    if hello is None:
         ray.kill(handle, no_restart=True)  # it cannot even start; a new one may
-        return
+        return False
     ours = options.model_dump(mode="json")
     changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in _ONE_TIME)
     if not changed:
-        return
+        return True
     if hello["members"] and not options.takeover:
         raise UsageError(
             f"run {options.run} is led by a live driver with other options ({', '.join(changed)}). Nothing was "
-            "touched. "
-            "End that driver first, use its options, or pass takeover=True.",
+            "touched. End that driver first, use its options, or pass takeover=True.",
             run=options.run,
             changed=changed,
         )
     log.warning("run %s: options %s changed; coordinator and stagers start anew", options.run, ", ".join(changed))
     _end_all(options.run)
+    return False
+
+
+def _hello_without_another_driver(handle: Any, options: Options) -> dict[str, Any] | None:
+    """The coordinator's word on itself once no other driver's process lives; None when it cannot start.
+
+    A driver that died takes a moment to be gone; DRIVER_GONE_S at most.
+    """
+    until = time.monotonic() + DRIVER_GONE_S
+    while True:
+        try:
+            hello: dict[str, Any] = cast("Any", ray.get(handle.hello.remote(), timeout=CALL_S))
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"the coordinator of run {options.run} lives and has not answered within {CALL_S:.0f} s. Nothing was "
+                "touched. Is its node overloaded, or its store hanging? Attach again.",
+                waited_s=CALL_S,
+            ) from error
+        except ray.exceptions.RayError:
+            return None
+        others = [process for process in hello["drivers"] if process != agent_of(options.run).process]
+        if not others or options.takeover:
+            return hello
+        if time.monotonic() > until:
+            raise UsageError(
+                f"run {options.run} is led by another live driver process. Nothing was touched. End that driver first, "
+                "choose another run name, use lastgood.connect to look or save, or pass takeover=True.",
+                run=options.run,
+            )
+        time.sleep(RETRY_S)
 
 
 def _end_all(run: str) -> None:

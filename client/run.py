@@ -19,6 +19,7 @@ import ray.exceptions
 
 from ..coordinator.catalog import Checkpoint
 from ..coordinator.messages import MemberInfo, Progress, RoleDeclaration, SaveKind, SaveRequest, SaveState
+from ..coordinator.names import DRIVER_ROLE
 from ..coordinator.options import Options
 from ..coordinator.outcomes import SaveOutcome, reached
 from ..coordinator.restore import Restored
@@ -29,6 +30,7 @@ from ..storage.errors import (
     MembershipError,
     OptionsError,
     SaveFailedError,
+    StoreError,
     UsageError,
 )
 from ..storage.ids import ulid
@@ -40,7 +42,6 @@ from .link import CALL_S, RETRY_S, CoordinatorLink
 
 log = logging.getLogger("lastgood")
 
-DRIVER_ROLE = "trainer"
 POLL_S = 15.0  # one long poll of SaveHandle.wait
 
 
@@ -266,7 +267,9 @@ class Run:
         chosen = self.options.resume if mode is None else mode
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
-        self._progress = Progress(resumed=None if restored is None else restored.head)
+        newest = tuple(self._link.call("hello", timeout_s=CALL_S)["newest"])
+        head = None if restored is None else restored.head
+        self._progress = Progress(resumed=head, resumed_after=newest, newest=newest)
         return restored
 
     def end_step(self, step: int, metrics: Mapping[str, float] | None = None) -> StepOutcome:
@@ -281,9 +284,18 @@ class Run:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
         values = {str(name): float(value) for name, value in (metrics or {}).items()}
         limit_s = self.options.save_deadline_s + self.options.snapshot_deadline_s + CALL_S
-        outcome = self._link.call("end_step", step, values, self._progress, timeout_s=limit_s, again="again")
+        try:
+            outcome: StepOutcome = self._link.call(
+                "end_step", step, values, self._progress, timeout_s=limit_s, again="again"
+            )
+        except StoreError as error:  # the coordinator was restarted and cannot start while the store is away
+            log.error("step %d: %s", step, error)
+            stop = self.options.on_failure == "abort"
+            failure = f"step {step}: no save is made until the store is back: {error}"
+            outcome = StepOutcome(step, "the store is out of reach", failures=(failure,), stop=stop)
+            outcome = replace(outcome, newest=self._progress.newest)
         self._next_step = step + 1
-        self._progress = replace(self._progress, last_step=step, saved=outcome.saved)
+        self._progress = replace(self._progress, last_step=step, saved=outcome.saved, newest=outcome.newest)
         if outcome.stop:
             raise SaveFailedError(
                 f"step {step}: {' '.join(outcome.failures)} Training stops here "

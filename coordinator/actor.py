@@ -19,7 +19,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..storage.errors import LastgoodError, StagingError
+from ..storage.errors import DeadlineError, LastgoodError, StagingError
 from ..storage.ids import ulid
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import open_store
@@ -36,7 +36,7 @@ from .messages import (
     SaveState,
     SnapshotOrder,
 )
-from .names import NAMESPACE, coordinator_name, stager_prefix
+from .names import DRIVER_ROLE, NAMESPACE, coordinator_name, stager_prefix
 from .options import Options
 from .outcomes import DrainOutcome, SaveOutcome
 from .ownership import Identity
@@ -46,6 +46,10 @@ from .service import Missing, ResumeTermsOrder, Service, StepOutcome, versions
 
 log = logging.getLogger("lastgood.coordinator")
 
+CALL_S = 60.0  # beyond its own deadline, until a call to a stager counts as unanswered
+PULSE_S = 10.0  # for a sign of life
+UPLOAD_S = 24 * 3600.0  # the driver's upload_s is the deadline; this only bounds the call
+
 
 class RayStagerPort:
     """One stager over Ray: implements service.StagerPort. Errors of lastgood arrive as themselves."""
@@ -54,9 +58,17 @@ class RayStagerPort:
         self.name = name
         self._handle = handle
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
+        """`limit_s` bounds the call in any case; most callers bound it more tightly."""
         try:
-            return await getattr(self._handle, method).remote(*arguments)
+            return await asyncio.wait_for(getattr(self._handle, method).remote(*arguments), limit_s)
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(
+                f"{self.name} has not answered {method} within {limit_s:.0f} s. Is its process stopped, or its host "
+                "overloaded? What is committed stands.",
+                node=self.name,
+                waited_s=limit_s,
+            ) from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Exception):
                 raise error.cause from None
@@ -72,28 +84,28 @@ class RayStagerPort:
         return await self._ask("hello", epoch, list(declarations))
 
     async def highest_epoch(self) -> int:
-        return await self._ask("highest_epoch")
+        return await self._ask("highest_epoch", limit_s=PULSE_S)
 
     async def mark(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
-        return await self._ask("mark", epoch, step, deadline_s)
+        return await self._ask("mark", epoch, step, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
-        return await self._ask("reopen", epoch, step, deadline_s)
+        return await self._ask("reopen", epoch, step, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:
-        await self._ask("close_window", epoch, deadline_s)
+        await self._ask("close_window", epoch, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def pause(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
-        await self._ask("pause", epoch, head, deadline_s)
+        await self._ask("pause", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def release(self, epoch: int, head: AttemptHead) -> None:
         await self._ask("release", epoch, head)
 
     async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
-        return await self._ask("snapshot", epoch, order)
+        return await self._ask("snapshot", epoch, order, limit_s=order.deadline_s + CALL_S)
 
     async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
-        return await self._ask("stage", epoch, head, deadline_s)
+        return await self._ask("stage", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
         return await self._ask("accept", epoch, head, manifest)
@@ -105,7 +117,7 @@ class RayStagerPort:
         await self._ask("publish", epoch, completed, manifest)
 
     async def upload(self, epoch: int, head: AttemptHead) -> None:
-        await self._ask("upload", epoch, head)
+        await self._ask("upload", epoch, head, limit_s=UPLOAD_S)
 
     async def note_durable(self, epoch: int, head: AttemptHead) -> None:
         await self._ask("note_durable", epoch, head)
@@ -114,10 +126,10 @@ class RayStagerPort:
         await self._ask("discard", epoch, head)
 
     async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
-        await self._ask("load", epoch, head, request, deadline_s)
+        await self._ask("load", epoch, head, request, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
-        await self._ask("apply", epoch, head, deadline_s)
+        await self._ask("apply", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def forget(self, epoch: int) -> None:
         await self._ask("forget", epoch)
@@ -185,7 +197,9 @@ class CoordinatorActor:
             "epoch": service.epoch,
             "pid": os.getpid(),
             "ray_node": ray.get_runtime_context().get_node_id(),
-            "members": sum(len(infos) for infos in service._members.values()),
+            "members": service.count_members(),
+            "drivers": service.processes_of(DRIVER_ROLE),
+            "newest": service.newest(),
         }
 
     async def node_changed(self, node: str) -> None:

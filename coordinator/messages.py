@@ -193,3 +193,5 @@ class Progress:
     last_step: int | None = None  # the last that ended
     saved: str | None = None  # the attempt that copied it, if one did
     resumed: AttemptHead | None = None  # what the run continued from
+    resumed_after: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
+    newest: tuple[int, int] = (0, 0)  # the same, when the last step ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NAMESPACE = "lastgood"
+DRIVER_ROLE = "trainer"  # of the process that called attach
 
 
 def coordinator_name(run: str) -> str:

@@ -66,6 +66,7 @@ class Protocol:
         self.progress = Progress(self)
         self.own_ids: set[str] = set()
         self._parent_is_live = False  # an own commit or a resume said so; found commits no longer matter
+        self._parent_is_own = False  # it is a commit of this incarnation
         self._parent_floor = 0  # own attempts up to this sequence were made before the resume
         self._out: list[cmd.Command] = []
         self.now_s = 0.0
@@ -312,8 +313,8 @@ class Protocol:
         newer = parent is None or attempt.order > (parent.epoch, parent.sequence)
         if attempt.mine:
             self.failures = 0
-            if attempt.head.sequence > self._parent_floor and (newer or not self._parent_is_live):
-                self.parent, self._parent_is_live = attempt.head, True
+            if attempt.head.sequence > self._parent_floor and (newer or not self._parent_is_own):
+                self.parent, self._parent_is_live, self._parent_is_own = attempt.head, True, True
             return
         if newer and not self._parent_is_live:
             self.parent = attempt.head
@@ -476,7 +477,7 @@ class Protocol:
         """Time alone; _settle looks at it."""
 
     def _resumed(self, event: ev.Resumed) -> None:
-        self.parent, self._parent_is_live = event.head, True
+        self.parent, self._parent_is_live, self._parent_is_own = event.head, True, False
         self._parent_floor = self.highest_sequence
         self.requests.live_state_changed()
 

@@ -6,6 +6,7 @@ exclusive create, then the step's pointer, then latest.json. The pointers only e
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,8 +66,16 @@ class Remote:
         return Survey(tuple(completed), kept, frozenset(collected), tuple(problems))
 
     def read_manifest(self, completed: Completed) -> bytes:
-        """The manifest of a checkpoint in the store."""
-        return self._store.get(self._paths.manifest(completed.step, completed.attempt))
+        """The manifest of a checkpoint in the store. Raises IntegrityError if it is not the one that was committed."""
+        key = self._paths.manifest(completed.step, completed.attempt)
+        data = self._store.get(key)
+        if hashlib.sha256(data).hexdigest() != completed.manifest_sha256:
+            raise IntegrityError(
+                f"{key} is not the manifest that was committed: its digest is not the one in COMPLETED. It was left as "
+                "it is; this checkpoint is taken from another copy, or an earlier one is used.",
+                path=key,
+            )
+        return data
 
     def write_ledger(self, completed: Completed) -> None:
         """Notes the commit in the store. May be repeated."""

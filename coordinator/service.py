@@ -30,6 +30,7 @@ from ..storage.layout import MANIFEST, RunPaths
 from ..storage.store import Store
 from ..storage.verify import open_checkpoint
 from .catalog import Checkpoint
+from .commands import Announce
 from .driver import Driver
 from .epochs import claim_epoch
 from .messages import (
@@ -79,8 +80,9 @@ class StepOutcome:
     reason: str  # why it was saved or not, a sentence
     saved: str | None = None
     stall_s: float = 0.0  # seconds that the marks and copies took, at the coordinator
-    failures: tuple[str, ...] = ()  # what failed; training may go on unless `stop`
+    failures: tuple[str, ...] = ()  # what failed since the last end_step; training may go on unless `stop`
     stop: bool = False
+    newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class Service:
         self._declared: dict[str, RoleDeclaration] = {}
         self._marked_steps: set[int | None] = set()  # of the nodes with members, at boot
         self._saved_step: int | None = None  # the last that this incarnation copied or restored
+        self._failed: list[tuple[str, bool]] = []  # what failed since the last end_step, and whether training must stop
+        self._has_committed = False  # this incarnation has; retention waits for it
+        self._knows_line = False  # a resume, or the driver's word, told where this line began
         self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._refreshing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -155,6 +160,7 @@ class Service:
             now_utc=lambda: utc_text(time.time()),
             versions=versions(),
         )
+        self.driver.on_announce.append(self._hear)
         await self._meet(ports)
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
@@ -207,6 +213,14 @@ class Service:
         }
         await self.refresh()
         return self.missing()
+
+    def count_members(self) -> int:
+        """Registered members whose processes live."""
+        return sum(len(infos) for infos in self._members.values())
+
+    def processes_of(self, role: str) -> list[str]:
+        """Ids of the live processes that host members of a role."""
+        return sorted({info.process for infos in self._members.values() for info in infos if info.member.role == role})
 
     def missing(self) -> Missing:
         """Declared members that no live process hosts."""
@@ -262,7 +276,7 @@ class Service:
         incarnations = dict(self._incarnations)
         if self.missing().members:
             await self._await_return()
-        saved = self._saved_before(step) if again else None
+        saved = self._saved_before(step, progress) if again else None
         decision = self._due(step, metrics)
         if saved is not None:
             decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
@@ -275,13 +289,29 @@ class Service:
         return told if saved is None else replace(told, saved=saved)
 
     def _heed(self, progress: Progress) -> None:
-        if progress.resumed is not None:
-            self._protected.add(progress.resumed.attempt)
+        """Takes over what a restarted coordinator has forgotten: where this line of the run began."""
+        if progress.resumed is None:
+            return
+        self._protected.add(progress.resumed.attempt)
+        if not self._knows_line:
+            self._knows_line = True
+            if self.newest() <= progress.resumed_after:  # nothing was committed since: the next grows from there
+                self._led.resumed_from(progress.resumed)
 
-    def _saved_before(self, step: int) -> str | None:
-        """The attempt of this step that an earlier incarnation has committed, if it is the newest of all."""
-        newest = next((checkpoint for checkpoint in self.checkpoints() if checkpoint.committed), None)
-        return newest.attempt if newest is not None and newest.step == step else None
+    def newest(self) -> tuple[int, int]:
+        """(epoch, sequence) of the newest checkpoint that is known, of whatever line; (0, 0) when there is none."""
+        return max(((found.epoch, found.sequence) for found in self.checkpoints()), default=(0, 0))
+
+    def _saved_before(self, step: int, progress: Progress) -> str | None:
+        """The attempt by which an earlier incarnation has committed this very end_step: newer than the step before."""
+        return next(
+            (
+                found.attempt
+                for found in self.checkpoints()
+                if found.committed and found.step == step and (found.epoch, found.sequence) > progress.newest
+            ),
+            None,
+        )
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> Decision:
         policy: SavePolicy = Never() if self.options.save_freq is None else EverySteps(self.options.save_freq)
@@ -291,21 +321,34 @@ class Service:
 
     def _told(self, outcome: WindowOutcome, decision: Decision, stall_s: float) -> StepOutcome:
         copied = [save for save in outcome.saves if save.attempt is not None and not save.failed]
-        failures = [str(save.blame) for save in outcome.saves if save.failed and save.blame]
-        if outcome.blame is not None:
-            failures.append(str(outcome.blame))
         if copied:
             self._saved_step = outcome.step
-        for failure in failures:
-            log.error("step %d: %s", outcome.step, failure)
+        failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
+        self._failed.clear()
+        if outcome.blame is not None:
+            failures.append(f"step {outcome.step}: {outcome.blame}")
+            log.error("step %d: %s", outcome.step, outcome.blame)
         return StepOutcome(
             outcome.step,
             decision.reason,
             copied[0].attempt if copied else None,
             stall_s,
             tuple(failures),
-            outcome.stop or any(save.stop for save in outcome.saves),
+            outcome.stop or stop,
+            self.newest(),
         )
+
+    def _hear(self, announce: Announce) -> None:
+        """What became of saves whose end_step has long returned: told with the next one."""
+        if announce.state is SaveState.COMMITTED:
+            self._has_committed = True
+        if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
+            return
+        step = announce.head.step if announce.head is not None else None
+        if step is not None and step == self._saved_step:
+            self._saved_step = None
+        where = f"step {step}: " if step is not None else ""
+        self._failed.append((f"{where}{announce.blame}", announce.stop))
 
     async def before_update(self) -> None:
         """The next update begins: no copy runs when it returns."""
@@ -388,6 +431,7 @@ class Service:
             self._protected.add(restored.attempt)
             head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
         self._led.resumed_from(head)
+        self._knows_line = True
         step = 0 if restored is None else restored.step
         self._saved_step = None if restored is None else restored.step
         outcome = await self._led.open_window(step, {}, Decision(False, "the run has just been resumed"))
@@ -439,24 +483,38 @@ class Service:
     # -- retention
 
     async def _collect(self) -> None:
-        """Deletes what retention lets go: in the store first, then on every node; always tombstone before files."""
+        """Deletes what retention lets go: in the store first, then on every node; always tombstone before files.
+
+        Only once this incarnation has committed: a run that is about to rewind may need any of them.
+        """
+        if not self._has_committed:
+            return
         for node, heads in self._led.leftovers().items():  # they were away when these were collected
             for head in heads:
-                await self._ports[node].collect(self.epoch, head, "collected while this node was away")
-                self._led.collected(head)
+                await self._collect_at(node, head, "collected while this node was away")
         keep_last = self.options.save_total_limit
         for checkpoint, reason in to_collect(self.checkpoints(), keep_last, self._protected):
-            head = AttemptHead(checkpoint.attempt, checkpoint.step, checkpoint.epoch, checkpoint.sequence)
+            head = checkpoint.head
             try:
                 await asyncio.to_thread(collect_remotely, self._store, self._paths, head, reason)
-                for port in self._ports.values():
-                    with contextlib.suppress(UsageError):  # this node holds nothing of it
-                        await port.collect(self.epoch, head, reason)
             except StoreError as error:
                 log.warning("step %d (attempt %s) stays for now: %s", head.step, head.attempt, error)
                 return
+            for node in list(self._ports):
+                await self._collect_at(node, head, reason)
             self._led.collected(head)
             log.info("step %d (attempt %s) collected: %s", head.step, head.attempt, reason)
+
+    async def _collect_at(self, node: str, head: AttemptHead, reason: str) -> None:
+        """One node's part; a node that does not answer does it when it is back (leftovers)."""
+        try:
+            await self._ports[node].collect(self.epoch, head, reason)
+        except FencedError:
+            raise
+        except UsageError:
+            return  # it holds nothing of it
+        except LastgoodError as error:
+            log.warning("node %s keeps attempt %s for now: %s", node, head.attempt, error)
 
     # -- reports
 
@@ -524,7 +582,9 @@ class Service:
         try:
             limit_s = self.options.heartbeat_s * HEARTBEAT_MISSES
             await asyncio.wait_for(self._ports[node].highest_epoch(), limit_s)
-        except (LastgoodError, asyncio.TimeoutError) as error:
+        except FencedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, this stager does not answer as it should
             missed[node] = missed.get(node, 0) + 1
             if missed[node] == HEARTBEAT_MISSES:
                 self._members[node] = ()

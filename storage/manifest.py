@@ -433,12 +433,21 @@ class Record(FileModel):
     head: Head
     reason: Text | None = None  # of a refuse: a sentence
     manifest: Text | None = None  # of an accept: the manifest's JSON text, byte for byte
+    manifest_sha256: Sha256 | None = None  # of that text
+
+    @classmethod
+    def accept(cls, head: Head, manifest: bytes) -> Record:
+        """An accept that holds these very bytes."""
+        sha256 = hashlib.sha256(manifest).hexdigest()
+        return cls(state="accept", head=head, manifest=manifest.decode("utf-8"), manifest_sha256=sha256)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.state == "accept":
             if self.manifest is None:
                 raise ValueError("an accept without the manifest")
+            if hashlib.sha256(self.manifest.encode("utf-8")).hexdigest() != self.manifest_sha256:
+                raise ValueError("the manifest in it has another digest than was accepted")
             if self.read_manifest(where="the record").head != self.head:
                 raise ValueError("the manifest in it is another attempt's")
         elif self.manifest is not None or not self.reason:

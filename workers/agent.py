@@ -67,6 +67,7 @@ class Agent:
         self._infos: dict[MemberId, MemberInfo] = {}
         self._images: dict[str, Image] = {}
         self._bound: dict[str, BoundImage] = {}
+        self._paths: dict[tuple[MemberId, str], str] = {}  # the image each component was given last
         self._layouts: dict[tuple[MemberId, str], ImageLayout] = {}
         self._loaded: tuple[AttemptHead, list[PreparedMember]] | None = None
         self._highest_epoch = 0
@@ -105,7 +106,7 @@ class Agent:
         Raises SnapshotError when this process does not see the stager's shared memory.
         """
         self._register()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._loop, name=f"lastgood-agent-{self.run}", daemon=True)
             self._thread.start()
 
@@ -152,8 +153,8 @@ class Agent:
             except StagerGoneError:
                 self._ended.wait(RETRY_S)
                 continue
-            except SnapshotError:
-                log.exception("the stager of this node cannot be used by this process")
+            except Exception:  # the thread must outlive whatever the stager answers
+                log.exception("the stager of this node cannot be used by this process; trying again")
                 self._ended.wait(RETRY_S)
                 continue
             if order.kind is OrderKind.NOTHING:
@@ -240,7 +241,9 @@ class Agent:
             for key, flat in flats.items():
                 self._layouts[key] = ImageLayout.of(flat, self._layouts.get(key))
             requests = [ImageRequest(*key, self._layouts[key].nbytes) for key in flats]
+            self._let_go(requests)
             paths = self._link.provide(self.process, requests)
+            self._paths.update(paths)
             for key, flat in flats.items():
                 layout = self._layouts[key]
                 image = self._image(paths[key])
@@ -255,12 +258,17 @@ class Agent:
         log.debug("attempt %s copied in %.3f s", head.attempt, time.monotonic() - began)
         return Answer(order.order_id, tuple(reports), tuple(sealed))
 
+    def _let_go(self, requests: Sequence[ImageRequest]) -> None:
+        """Unmaps images that are gone or too small before others are asked for: memory need not hold both."""
+        needed = {self._paths.get((request.member, request.component)): request.nbytes for request in requests}
+        for path, image in list(self._images.items()):
+            if not Path(path).exists() or image.capacity < needed.get(path, 0):
+                self._bound.pop(path, None)
+                self._images.pop(path).close()
+
     def _image(self, path: str) -> Image:
         image = self._images.get(path)
         if image is None:
-            for stale in [known for known in self._images if not Path(known).exists()]:
-                self._bound.pop(stale, None)
-                self._images.pop(stale).close()
             image = self._images[path] = Image.open(Path(path))
         return image
 

@@ -8,6 +8,7 @@ and COMPLETED are created once and never written again. Files go only when a ref
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -191,7 +192,7 @@ class NodeDisk:
                 "it is not accepted. The previous checkpoint stands.",
                 path=None,
             )
-        record = Record(state="accept", head=_head(head), manifest=manifest.decode())
+        record = Record.accept(_head(head), manifest)
         return self._write_record(head, record)
 
     def refuse(self, head: AttemptHead, reason: str) -> RecordState:
@@ -291,7 +292,7 @@ class NodeDisk:
             step = layout.parse_step_name(step_dir.name)
             if step is None or not step_dir.is_dir():
                 continue
-            for folder in sorted(step_dir.iterdir()):
+            for folder in _listed(step_dir):
                 if folder.is_dir() and layout.NAME.fullmatch(folder.name):
                     yield step, folder.name
 
@@ -318,6 +319,13 @@ class NodeDisk:
         manifest_path = self.paths.place(self.paths.manifest(step, attempt))
         if manifest is None and completed is not None and manifest_path.exists():
             manifest = manifest_path.read_bytes()
+        if (
+            completed is not None
+            and manifest is not None
+            and hashlib.sha256(manifest).hexdigest() != completed.manifest_sha256
+        ):
+            log.warning("the manifest of attempt %s in %s is not the one that was committed", attempt, self.staging)
+            manifest = None
         whole = (
             None if manifest is None else self._whole(lambda: Manifest.from_bytes(manifest, where=str(manifest_path)))
         )
@@ -385,6 +393,10 @@ class NodeDisk:
             self._final.pop(head.attempt, None)
             folder = self._bury(head, reason)
         failpoint("stager.collect.tombstone")
+        self._empty(folder, head.attempt)
+
+    def _empty(self, folder: Path, attempt: str) -> None:
+        """Deletes all of a collected attempt but its tombstone."""
         for entry in sorted(folder.iterdir()):
             if entry.name == layout.COMPLETED:
                 continue
@@ -392,7 +404,7 @@ class NodeDisk:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        self.paths.place(self.paths.record(head.attempt)).unlink(missing_ok=True)
+        self.paths.place(self.paths.record(attempt)).unlink(missing_ok=True)
 
     def _bury(self, head: AttemptHead, reason: str) -> Path:
         """Puts the tombstone in COMPLETED's place; answers the attempt's directory."""
@@ -424,13 +436,17 @@ class NodeDisk:
         """
         kept = set(keep)
         gone = []
+        self.remove_fetched()
         for folder, _, names in os.walk(self.paths.place(self.run)):
             for name in names:
                 if is_temporary(name):
                     Path(folder, name).unlink(missing_ok=True)
         for step, attempt in list(self._attempt_dirs()):
-            collected = self.paths.place(self.paths.completed(step, attempt)).exists()
-            if attempt not in kept and not collected and self._look(step, attempt) is None:
+            completed = self.paths.place(self.paths.completed(step, attempt))
+            standing = self._whole(lambda path=completed: read_completed(path.read_bytes(), where=str(path)))
+            if isinstance(standing, Tombstone):
+                self._empty(completed.parent, attempt)  # a death came between tombstone and files
+            elif attempt not in kept and standing is None and self._look(step, attempt) is None:
                 self._remove(self.paths.place(self.paths.attempt_dir(step, attempt)))
                 gone.append(attempt)
         return gone
@@ -441,6 +457,14 @@ class NodeDisk:
         step_dir = folder.parent
         if step_dir.exists() and not any(step_dir.iterdir()):
             step_dir.rmdir()
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in a directory; nothing when it has just been deleted."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _head(head: AttemptHead) -> Head:

@@ -58,11 +58,13 @@ class Processes:
             known = _Process(process, pid, infos)
             self._processes[process] = known
             self._watch(known, pid_namespace)
-        # A later add_members call for a role replaces the member, wherever it was registered before.
+        # The member of the latest add_members call counts (memberships sort by time), whoever registers last: after a
+        # stager's restart an actor that was replaced may come back before the one that replaced it.
         for other in self._processes.values():
             if other is not known:
                 for member in infos.keys() & other.members.keys():
-                    del other.members[member]
+                    older = other if other.members[member].membership <= infos[member].membership else known
+                    del older.members[member]
         self._changed()
 
     def unregister(self, process: str) -> None:

@@ -56,7 +56,8 @@ class RayStagerLink:
             if isinstance(error.cause, LastgoodError):
                 raise error.cause from None
             raise
-        except (ray.exceptions.RayError, ValueError) as error:
-            # Dead, restarting, or (ValueError) not there by that name: look for it again.
+        except Exception as error:
+            # Dead, restarting, not there by that name (ValueError), or Ray was shut down and started anew (a bare
+            # Exception): look for it again.
             self._handle = None
             raise StagerGoneError(f"{self._name} does not answer {method}: {error}") from error

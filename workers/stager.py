@@ -98,8 +98,10 @@ class Stager:
         self._snapshots: dict[str, _Snapshot] = {}
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
+        self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
+        self._providing = asyncio.Lock()
         self._marked_step: int | None = None
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
@@ -118,9 +120,9 @@ class Stager:
         await self._heed(epoch)
         await self._see_store(epoch)
         if epoch > self._heard_epoch:
-            self._heard_epoch = epoch
             for attempt in list(self._paused):  # whoever paused it can take no snapshot any more
                 await self._release(attempt, epoch)
+            self._heard_epoch = epoch
         if declarations:
             self._declarations = tuple(declarations)
         on_disk = await asyncio.to_thread(self._disk.inventory)
@@ -128,13 +130,25 @@ class Stager:
             node=self.node,
             incarnation=self.incarnation,
             highest_epoch=self._disk.highest_epoch,
-            members=self._processes.members(),
+            members=self._members(),
             attempts=(*on_disk, *self._only_in_memory({found.attempt for found in on_disk})),
             declarations=self._declarations,
             address=self._config.address,
             marked_step=self._marked_step,
             processes=self._processes.count(),
         )
+
+    def _members(self) -> tuple[MemberInfo, ...]:
+        """Registered members, without those of an add_members call that a later one has replaced."""
+        current = {declaration.role: declaration.membership for declaration in self._declarations}
+        return tuple(
+            info
+            for info in self._processes.members()
+            if current.get(info.member.role, info.membership) == info.membership
+        )
+
+    def _hosts(self) -> dict[str, tuple[MemberId, ...]]:
+        return self._processes.hosts(info.member for info in self._members())
 
     def _only_in_memory(self, on_disk: Collection[str]) -> list[AttemptInventory]:
         """Attempts that are snapshotted here and not yet staged: a new coordinator refuses and discards them."""
@@ -164,14 +178,14 @@ class Stager:
     async def _report(self, kind: OrderKind, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
         await self._heed(epoch)
         answers = await self._processes.ask_all(
-            self._processes.hosts(), lambda members: _order(kind, epoch, deadline_s, members, step=step)
+            self._hosts(), lambda members: _order(kind, epoch, deadline_s, members, step=step)
         )
         return NodeSnapshot(self.node, _reports(answers))
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         await self._heed(epoch)
         await self._processes.ask_all(
-            self._processes.hosts(), lambda members: _order(OrderKind.CLOSE_WINDOW, epoch, deadline_s, members)
+            self._hosts(), lambda members: _order(OrderKind.CLOSE_WINDOW, epoch, deadline_s, members)
         )
 
     async def pause(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
@@ -213,6 +227,12 @@ class Stager:
             self._processes.hosts(order.members),
             lambda members: _order(OrderKind.SNAPSHOT, epoch, order.deadline_s, members, step=head.step, head=head),
         )
+        if head.attempt in self._given_up or head.epoch < self._disk.highest_epoch:
+            self._drop_sealed(head.attempt)  # refused or fenced while it was copied: nobody will ever stage it
+            raise SnapshotError(
+                f"attempt {head.attempt} was given up while node {self.node} copied it. The previous one stands.",
+                node=self.node,
+            )
         shards = tuple(self._checked(head, shard) for answer in answers for shard in answer.shards)
         vote = NodeSnapshot(self.node, _reports(answers), loop.time() - began)
         self._snapshots[head.attempt] = _Snapshot(head, vote, shards)
@@ -260,6 +280,8 @@ class Stager:
         results = await asyncio.gather(*(self._write(head, shard) for shard in snapshot.shards), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
+                # Without staged.json it can never be accepted: give the space back now, records need some.
+                await asyncio.to_thread(self._disk.discard, head)
                 raise result
         records = tuple(result for result in results if isinstance(result, ShardRecord))
         await asyncio.to_thread(failpoint, "stager.stage.written")
@@ -310,6 +332,7 @@ class Stager:
 
     async def refuse(self, epoch: int, head: AttemptHead, reason: str) -> RecordState:
         await self._heed(epoch)
+        self._given_up.append(head.attempt)
         return await asyncio.to_thread(self._disk.refuse, head, reason)
 
     async def publish(self, epoch: int, completed: Completed, manifest: bytes) -> None:
@@ -335,15 +358,19 @@ class Stager:
 
     async def discard(self, epoch: int, head: AttemptHead) -> None:
         await self.release(epoch, head)
+        self._given_up.append(head.attempt)
         snapshot = self._snapshots.get(head.attempt)
         if snapshot is not None:
             if snapshot.staged is not None:
                 await asyncio.wait([snapshot.staged])  # a write under way ends before its files and images go
             self._free(snapshot)
-        for key, slot in list(self._slots.items()):  # sealed by members whose node as a whole did not vote
-            if slot.image.state is ImageState.SEALED:
-                self._give_back(key, head.attempt)
+        self._drop_sealed(head.attempt)  # by members whose node as a whole did not vote
         await asyncio.to_thread(self._disk.discard, head)
+
+    def _drop_sealed(self, attempt: str) -> None:
+        for key, slot in list(self._slots.items()):
+            if slot.image.state is ImageState.SEALED:
+                self._give_back(key, attempt)
 
     async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
         """Deletes a committed attempt that retention lets go; see NodeDisk.collect."""
@@ -357,7 +384,7 @@ class Stager:
         """
         await self._heed(epoch)
         await self._processes.ask_all(
-            self._processes.hosts(),
+            self._hosts(),
             lambda members: _order(OrderKind.LOAD, epoch, deadline_s, members, step=head.step, head=head, load=request),
         )
 
@@ -365,16 +392,14 @@ class Stager:
         """Every member here puts what it loaded into live state."""
         await self._heed(epoch)
         await self._processes.ask_all(
-            self._processes.hosts(),
+            self._hosts(),
             lambda members: _order(OrderKind.APPLY, epoch, deadline_s, members, step=head.step, head=head),
         )
 
     async def forget(self, epoch: int) -> None:
         """Members drop what they loaded and did not apply; fetched copies are deleted."""
         await self._heed(epoch)
-        await self._processes.ask_all(
-            self._processes.hosts(), lambda members: _order(OrderKind.FORGET, epoch, 60.0, members)
-        )
+        await self._processes.ask_all(self._hosts(), lambda members: _order(OrderKind.FORGET, epoch, 60.0, members))
         await asyncio.to_thread(self._disk.remove_fetched)
 
     async def _heed(self, epoch: int) -> None:
@@ -414,6 +439,10 @@ class Stager:
 
     async def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
         """Paths of free images with room for what a member will write. Raises SnapshotError if memory is too small."""
+        async with self._providing:
+            return await self._provide(process, requests)
+
+    async def _provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
         for request in requests:
             key = (request.member, request.component)
             slot = self._slots.get(key)

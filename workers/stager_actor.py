@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from .stager import READ_BYTES, Stager, StagerConfig
 
 log = logging.getLogger("lastgood.stager")
 
+RESTART_S = 1.0  # between two tries of a stager that cannot start again
+PEER_S = 30.0  # for one answer of another node's stager
+
 
 class StagerActor(Stager):
     """Answers what Stager answers, over Ray. `options` is Options.model_dump(mode="json").
@@ -45,6 +49,11 @@ class StagerActor(Stager):
             super().__init__(_config(settings), open_store(settings.store), self._read_peer, self._tell_coordinator)
         except LastgoodError as error:
             self._refusal = error
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                # Nobody asks a restarted stager whether it could start. Ray tries again when the process ends.
+                log.error("the stager of %s cannot start again: %s", options.get("run"), error)
+                time.sleep(RESTART_S)
+                os._exit(1)
 
     async def identity(self) -> tuple[str, int]:
         """(node, pid): the durable name of the staging directory, and this process. Raises why it could not start."""
@@ -73,7 +82,11 @@ class StagerActor(Stager):
         peer = await self._peer(node)
         begin = 0
         while True:
-            piece = await peer.read.remote(head, path, begin, READ_BYTES)
+            try:
+                piece = await asyncio.wait_for(peer.read.remote(head, path, begin, READ_BYTES), PEER_S)
+            except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
+                self._peers.pop(node, None)
+                raise StagingError(f"node {node} stopped answering while {path} was read from it", node=node) from error
             if not piece:
                 return
             yield piece
@@ -83,8 +96,8 @@ class StagerActor(Stager):
         if node not in self._peers:
             for handle in await asyncio.to_thread(find_stagers, self._run):
                 try:
-                    name, _ = await handle.identity.remote()
-                except ray.exceptions.RayError:
+                    name, _ = await asyncio.wait_for(handle.identity.remote(), PEER_S)
+                except (ray.exceptions.RayError, asyncio.TimeoutError):
                     continue
                 self._peers[name] = handle
         if node not in self._peers:

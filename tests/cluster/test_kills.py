@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 
+import lastgood
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
 
@@ -184,6 +185,50 @@ def test_a_new_coordinator_saves_the_last_step_in_the_same_window_and_close_comm
     world.join()
     assert world.run.resume(1).step == 1
     assert world.digests() == digests
+
+
+def test_after_a_rewind_a_checkpoint_of_the_abandoned_line_does_not_pass_for_a_save(world: World) -> None:
+    world.start(save_freq=2)
+    world.run.resume()
+    for step in range(1, 5):
+        world.step(step)
+    world.committed(4)
+    abandoned = world.checkpoint(4).attempt
+    assert world.run.resume(2).step == 2
+    world.step(3)
+    world.update()
+    world.arm("coordinator.snapshot", "kill")
+    outcome = world.run.end_step(4)
+    world.fired("coordinator.snapshot")
+    assert outcome.saved not in (None, abandoned)
+    assert until(lambda: world.checkpoint(4).attempt != abandoned and world.checkpoint(4), "the new line's step 4")
+    manifest = Manifest.from_bytes(
+        (world.node_dirs()[0] / world.name / "global_step_4" / outcome.saved / "manifest.json").read_bytes(), where="m"
+    )
+    assert manifest.parent is not None
+    assert manifest.parent.step == 2
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "abort"])
+def test_a_failure_after_the_snapshot_is_told_with_the_next_step(world: World, on_failure: str) -> None:
+    world.start(on_failure=on_failure)
+    world.run.resume()
+    world.step(1)
+    world.committed(1)
+    world.arm("storage.write_image.begin", "raise")
+    world.step(2)
+    world.fired("storage.write_image.begin")
+    until(lambda: world.run.status()["foreground"] is None, "the attempt is over")
+    world.update()
+    if on_failure == "abort":
+        with pytest.raises(lastgood.errors.SaveFailedError, match="step 2"):
+            world.run.end_step(3)
+    else:
+        outcome = world.run.end_step(3)
+        assert any("step 2" in failure and "failpoint" in failure for failure in outcome.failures), outcome
+        assert world.committed(3).step == 3
+    assert world.checkpoint(2) is None
+    whole(world, 1)
 
 
 def test_everything_dies_and_a_new_start_resumes_the_newest_commit(world: World) -> None:

@@ -16,7 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lastgood.coordinator.messages import AttemptHead, LoadRequest, MemberId, MemberInfo, RecordState, SnapshotOrder
+from lastgood.coordinator.messages import (
+    AttemptHead,
+    LoadRequest,
+    MemberId,
+    MemberInfo,
+    RecordState,
+    RoleDeclaration,
+    SnapshotOrder,
+)
 from lastgood.storage.errors import (
     DeadlineError,
     FencedError,
@@ -32,6 +40,7 @@ from lastgood.storage.layout import RunPaths
 from lastgood.storage.manifest import Completed, EpochNote, Manifest, MemberRecord, RoleRecord, ShardRecord
 from lastgood.storage.store import FileStore
 from lastgood.workers import disk
+from lastgood.workers import stager as stager_module
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import ImageState
 from lastgood.workers.member import Member
@@ -509,13 +518,140 @@ def test_pointers_come_after_completed_and_never_go_back(node: Node, agent: Agen
         assert b'"attempt":"A2"' in (node.root / "staging/run" / name).read_bytes()
 
 
+def test_a_copy_that_ends_after_its_attempt_was_given_up_blocks_nothing(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    provide, copying, go_on = node.stager.provide, threading.Event(), threading.Event()
+
+    async def slow(*arguments: Any) -> Any:
+        copying.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        return await provide(*arguments)
+
+    for number, give_up in enumerate(("refuse", "epoch"), start=1):
+        node.stager.provide = slow  # type: ignore[method-assign]
+        at = head(f"A{number}", epoch=number)
+        copy = asyncio.run_coroutine_threadsafe(
+            node.stager.snapshot(number, SnapshotOrder(at, (ACTOR,), 30.0)), node.loop.loop
+        )
+        assert copying.wait(30)
+        if give_up == "refuse":
+            node.call("refuse", 1, at, "another node failed")
+            node.call("discard", 1, at)
+        else:
+            node.call("hello", 3, [])
+        go_on.set()
+        with pytest.raises(SnapshotError, match="given up"):
+            copy.result(30)
+        node.stager.provide = provide  # type: ignore[method-assign]
+        copying.clear()
+        go_on.clear()
+        node.call("mark", number + 1, 1, 30.0)
+        fresh = head(f"B{number}", epoch=number + 1)
+        assert snapshot(node, fresh).members[0].step == 1
+        commit(node, fresh)
+
+
+def test_a_failed_write_gives_the_space_back_before_anybody_asks(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    write = stager_module.write_image
+
+    def full(payload: Any, place: Path, **options: Any) -> Any:
+        if "optimizer" in place.name:
+            raise StagingError("the disk is full", path=str(place))
+        return write(payload, place, **options)
+
+    monkeypatch.setattr(stager_module, "write_image", full)
+    with pytest.raises(StagingError, match="full"):
+        stage(node, head())
+    assert list((node.root / "staging/run").rglob("*.safetensors")) == []
+    assert node.call("refuse", 1, head(), "full") is RecordState.REFUSE
+
+
+def test_an_image_that_grows_is_unmapped_before_the_larger_one_is_asked_for(node: Node, agent: Agent) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    before = agent._paths[ACTOR, "cursor"]
+    mapped_then: list[bool] = []
+    provide = node.stager.provide
+
+    async def watched(*arguments: Any) -> Any:
+        mapped_then.append(before in agent._images)
+        return await provide(*arguments)
+
+    node.stager.provide = watched  # type: ignore[method-assign]
+    state["cursor"]["more"] = torch.zeros(100_000)
+    node.call("mark", 1, 2, 30.0)
+    at = head("A2", 2, 1, 2)
+    snapshot(node, at)
+    commit(node, at)
+    assert mapped_then == [False]
+
+
+def test_a_changed_manifest_counts_as_absent_wherever_it_lies(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    run = node.root / "staging/run"
+    manifest, record = run / "global_step_1/A1/manifest.json", run / "records/A1.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"updates":1', b'"updates":7'))
+    found = node.call("hello", 1, []).attempts[0]
+    assert found.completed
+    assert b'"updates":1' in found.manifest  # the record still has it
+    record.write_bytes(record.read_bytes().replace(b'\\"updates\\":1', b'\\"updates\\":7'))
+    found = node.call("hello", 1, []).attempts[0]
+    assert (found.record, found.manifest) == (RecordState.UNKNOWN, None)
+
+
+def test_the_latest_add_members_call_wins_whoever_registers_last(node: Node) -> None:
+    def info(process: str, membership: str) -> MemberInfo:
+        return MemberInfo(ACTOR, 1, ("model",), membership, process, os.getpid())
+
+    here = pid_namespace_of_this_process()
+    node.call("register", "new", os.getpid(), here, [info("new", "02")])
+    node.call("register", "old", os.getpid(), here, [info("old", "01")])
+    assert [member.process for member in node.call("hello", 1, []).members] == ["new"]
+
+
+def test_members_of_an_earlier_add_members_call_are_not_counted_once_a_later_one_is_declared(node: Node) -> None:
+    info = MemberInfo(ACTOR, 1, ("model",), "01", "old", os.getpid())
+    node.call("register", "old", os.getpid(), pid_namespace_of_this_process(), [info])
+    later = RoleDeclaration("actor", 1, ("model",), "02")  # its process registered on another node
+    assert node.call("hello", 1, [later]).members == ()
+    assert node.call("mark", 1, 1, 0.1).members == ()
+
+
+def test_a_death_between_tombstone_and_files_is_finished_by_the_next_stager(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    node.stager._disk._bury(head(), "retention")
+    folder = node.root / "staging/run/global_step_1/A1"
+    assert (folder / "manifest.json").exists()
+    agent.close()
+    node.restart()
+    assert [path.name for path in folder.iterdir()] == ["COMPLETED"]
+    assert node.call("hello", 1, []).attempts == ()
+
+
 def test_a_rejected_copy_is_not_offered_again(node: Node, agent: Agent) -> None:
     agent.add(Member.of("actor", 0, 1, training()), "m1")
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
     commit(node, head())
     node.call("upload", 1, head())
-    record = node.stager._disk.read_staged(head())[0]
+    staged = node.stager._disk.read_staged(head())
+    assert staged
+    record = staged[0]
     local, tier = node.call("locate", head(), record, [], None)
     assert tier == "local"
     fetched, tier = node.call("locate", head(), record, [local], None)

@@ -59,7 +59,7 @@ def examples() -> list[FileModel]:
         completed,
         Tombstone(run="qwen", reason="retention", deleted_at=CREATED, **head.model_dump()),
         Latest.of(completed, CREATED),
-        Record(state="accept", head=head, manifest=manifest.to_bytes().decode()),
+        Record.accept(head, manifest.to_bytes()),
         Record(state="refuse", head=head, reason="never staged"),
         StagedList(run="qwen", head=head, node="node-0", shards=manifest.shards_of("node-0")),
         LedgerEntry(
@@ -235,7 +235,7 @@ def test_text_that_is_no_unicode_is_refused_before_it_is_written() -> None:
 def test_an_accept_holds_the_manifest_of_its_own_attempt() -> None:
     manifest = whole()
     text = manifest.to_bytes().decode()
-    record = Record.from_bytes(Record(state="accept", head=manifest.head, manifest=text).to_bytes(), where="x")
+    record = Record.from_bytes(Record.accept(manifest.head, text.encode()).to_bytes(), where="x")
     assert record.read_manifest(where="x").to_bytes().decode() == text
     other = manifest.head.model_copy(update={"attempt": "attempt-2"})
     for wrong in (
@@ -251,7 +251,7 @@ def test_an_accept_holds_the_manifest_of_its_own_attempt() -> None:
 
 def test_an_accept_whose_manifest_was_damaged_is_an_integrity_error() -> None:
     manifest = whole()
-    record = Record(state="accept", head=manifest.head, manifest=manifest.to_bytes().decode())
+    record = Record.accept(manifest.head, manifest.to_bytes())
     damaged = record.to_bytes().replace(b'\\"rank\\":1', b'\\"rank\\":7', 1)
     assert damaged != record.to_bytes()
     with pytest.raises(IntegrityError):
