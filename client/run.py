@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from ..coordinator import option_values
 from ..coordinator.catalog import Checkpoint
 from ..coordinator.messages import MemberInfo, Progress, RoleDeclaration, SaveKind, SaveRequest, SaveState
 from ..coordinator.names import DRIVER_ROLE
@@ -147,6 +148,12 @@ class Run:
         """
         self._must_lead("add_driver")
         objects = state() if callable(state) else state
+        if not isinstance(objects, Mapping):
+            raise UsageError(
+                f"add_driver was given a {type(objects).__name__}; it takes a dict from component names to the objects "
+                "that hold the state, such as {'dataloader': loader, 'rng': lastgood.RNG()}, or a function that "
+                "returns one. Nothing was touched.",
+            )
         member = Member.of(DRIVER_ROLE, 0, 1, objects, hold_limit_s=self.options.snapshot_deadline_s)
         membership = ulid()
         info = agent_of(self.name).add(member, membership)
@@ -264,7 +271,7 @@ class Run:
             (*self.options.allow_changes, *allow_changes),
             {**self.options.on_reshard, **(on_reshard or {})},
         )
-        chosen = self.options.resume if mode is None else mode
+        chosen = _resume_mode(self.options.resume if mode is None else mode)
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
         newest = tuple(self._link.call("hello", timeout_s=CALL_S)["newest"])
@@ -282,7 +289,7 @@ class Run:
         self._must_lead("end_step")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
-        values = {str(name): float(value) for name, value in (metrics or {}).items()}
+        values = _numbers(metrics)
         limit_s = self.options.save_deadline_s + self.options.snapshot_deadline_s + CALL_S
         try:
             outcome: StepOutcome = self._link.call(
@@ -340,10 +347,11 @@ class Run:
         """How the run stands, as JSON-able values."""
         return self._link.call("status", timeout_s=CALL_S)
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, *, save_last: bool | None = None) -> None:
         """Ends the run: the last step is committed, everything committed is durable, lastgood's processes are gone.
 
-        From a job that only connected it just lets go. Raises SaveFailedError or DeadlineError when that was not
+        `save_last`: whether the last step must be committed; default: option save_last. From a job that only connected
+        it just lets go. Raises SaveFailedError or DeadlineError when that was not
         reached; then the coordinator stays and goes on. Idempotent.
         """
         if self._closed or not self._leads:
@@ -351,7 +359,10 @@ class Run:
             return
         limit_s = timeout_s if timeout_s is not None else self.options.save_deadline_s + self.options.upload_deadline_s
         request_id = ulid()
-        drained = self._link.call("finish", limit_s, request_id, self._progress, timeout_s=limit_s + CALL_S)
+        progress = self._progress
+        if not (self.options.save_last if save_last is None else save_last):
+            progress = replace(progress, last_step=None)
+        drained = self._link.call("finish", limit_s, request_id, progress, timeout_s=limit_s + CALL_S)
         if not drained.drained:
             raise DeadlineError(
                 f"run {self.name} is not durable after {limit_s:.0f} s: {' '.join(drained.lagging)} What is committed "
@@ -397,6 +408,35 @@ def start_stager(options: Options, ray_node: str) -> None:
         raise (error.cause if isinstance(error.cause, LastgoodError) else error) from None
     except ray.exceptions.RayError as error:
         raise MembershipError(f"the stager on Ray node {ray_node} does not start: {error}", node=ray_node) from error
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as floats. Raises UsageError naming the one that is no number."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is {metrics!r}; it takes a dict of names to numbers. Nothing was touched.")
+    values: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            values[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"metric {name!r} is {value!r}, which is not a number. Nothing was touched; leave it out, or keep it "
+                "in the driver's own state.",
+                metric=name,
+            ) from error
+    return values
+
+
+def _resume_mode(mode: Any) -> int | str:
+    """A mode of resume. Raises OptionsError for one that is not known, and for a path that is relative."""
+    try:
+        return option_values.resume_target(mode)
+    except ValueError as error:
+        raise OptionsError(
+            f"resume={mode!r}: {error}. It takes 'auto', 'latest', 'none', a step number, or the absolute path of a "
+            "checkpoint. Nothing was touched.",
+            option="resume",
+        ) from error
 
 
 def _who() -> str:

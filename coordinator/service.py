@@ -126,6 +126,7 @@ class Service:
         self._refreshing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_owner_s = 0.0
+        self._ending = False
         self.epoch = 0
         self.driver: Driver | None = None
 
@@ -177,6 +178,8 @@ class Service:
 
     async def refresh(self) -> None:
         """Says hello to every stager that lives: new nodes, restarted stagers, changed registrations."""
+        if self._ending:
+            return
         async with self._refreshing:
             await self._meet(list(await self._discover()))
 
@@ -372,21 +375,24 @@ class Service:
         self._heed(progress)
         await self._led.settle(timeout_s)
         committed = any(found.attempt == progress.saved and found.committed for found in self.checkpoints())
-        if self.options.save_last and progress.last_step is not None and not committed:
+        if progress.last_step is not None and not committed:
             request = SaveRequest(request_id, SaveKind.FINAL, "the run was closed", requested_by="close()")
-            await self._led.save(request)
-            outcome = await self._led.wait(request_id, SaveState.COMMITTED, max(0.0, until - time.monotonic()))
+            outcome = await self._led.save(request)
+            if outcome.waits_for is None:  # else it waits for an end_step that will not come
+                outcome = await self._led.wait(request_id, SaveState.COMMITTED, max(0.0, until - time.monotonic()))
             if outcome.state not in (SaveState.COMMITTED, SaveState.DURABLE):
                 raise SaveFailedError(
                     f"the last step {progress.last_step} of run {self.options.run} is not committed: "
                     f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands; "
-                    "nothing was ended. Call close() again, or end_step once more and then close().",
+                    f"nothing was ended. Call end_step({progress.last_step}) once more and then close(), or "
+                    "close(save_last=False) to end without it.",
                     step=progress.last_step,
                 )
         return await self._led.drain(max(0.0, until - time.monotonic()))
 
     async def end(self) -> None:
         """Ends the service: stagers release images and directories, then every process of lastgood for the run ends."""
+        self._ending = True
         if self.driver is not None:
             await self.driver.stop()
         results = await asyncio.gather(*(port.close_down() for port in self._ports.values()), return_exceptions=True)
