@@ -53,7 +53,7 @@ from .retention import collect_remotely, to_collect
 
 log = logging.getLogger("lastgood.coordinator")
 
-RETURN_S = 15.0  # how long end_step waits for agents whose stager was restarted
+RETURN_S = 30.0  # how long end_step waits for agents whose stager was restarted
 RETURN_POLL_S = 0.1
 BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
 HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
@@ -114,6 +114,7 @@ class Service:
         self._ports: dict[str, StagerPort] = {}  # by node
         self._members: dict[str, tuple[MemberInfo, ...]] = {}  # by node
         self._processes: dict[str, int] = {}  # by node: live processes that are registered
+        self._silent: set[str] = set()  # nodes whose stagers did not answer the last hello
         self._incarnations: dict[str, str] = {}  # by node, of its stager
         self._homes: dict[tuple[str, int, str], tuple[str, str]] = {}  # role, rank, membership -> node, incarnation
         self._declared: dict[str, RoleDeclaration] = {}
@@ -185,12 +186,15 @@ class Service:
 
     async def _meet(self, ports: Sequence[StagerPort]) -> None:
         answers = await asyncio.gather(*(self._led.add_node(port) for port in ports), return_exceptions=True)
+        self._silent = {node for node in self._silent if self._ports[node] in ports}
         for port, answer in zip(ports, answers, strict=True):
             if isinstance(answer, FencedError):
                 raise answer
             if isinstance(answer, BaseException):
                 log.warning("a stager does not answer: %s", answer)
+                self._silent.update(node for node, known in self._ports.items() if known is port)
                 continue
+            self._silent.discard(answer.node)
             self._ports[answer.node] = port
             self._members[answer.node] = answer.members
             self._processes[answer.node] = answer.processes
@@ -250,12 +254,14 @@ class Service:
             await self.refresh()
 
     def _returning(self) -> list[str]:
+        """Members that may be back in a moment: their stager does not answer, or is another one than they knew."""
+        missing = self.missing().members
         return [
             f"{role}:{rank}"
             for (role, rank, membership), (node, incarnation) in self._homes.items()
-            if f"{role}:{rank}" in self.missing().members
+            if role in self._declared
             and self._declared[role].membership == membership
-            and (node not in self._led.core.heard or self._incarnations.get(node) != incarnation)
+            and (node in self._silent or (f"{role}:{rank}" in missing and self._is_gone(node, incarnation)))
         ]
 
     async def _reopen(self) -> None:
@@ -266,6 +272,9 @@ class Service:
         outcome = await self._led.reopen_window(step)
         if not outcome.opened:
             log.info("the window of step %d is closed: saves wait for the next end_step (%s)", step, outcome.blame)
+
+    def _is_gone(self, node: str, incarnation: str) -> bool:
+        return node not in self._led.core.heard or self._incarnations.get(node) != incarnation
 
     # -- the run
 
