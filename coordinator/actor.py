@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,8 @@ from .service import Missing, ResumeTermsOrder, Service, StepOutcome, versions
 log = logging.getLogger("lastgood.coordinator")
 
 CALL_S = 60.0  # beyond its own deadline, until a call to a stager counts as unanswered
+WAKE_TRIES = 300
+WAKE_RETRY_S = 0.2
 PULSE_S = 10.0  # for a sign of life
 UPLOAD_S = 24 * 3600.0  # the driver's upload_s is the deadline; this only bounds the call
 
@@ -150,7 +154,8 @@ class CoordinatorActor:
         self._boot: asyncio.Task[Service] | None = None
         self._ports: dict[str, RayStagerPort] = {}
         # Recover at once, also when Ray restarted this actor and nobody calls: uploads must go on.
-        ray.get_runtime_context().current_actor.wake.remote()
+        me = ray.get_runtime_context().current_actor
+        threading.Thread(target=_wake, args=(me,), name="lastgood-wake", daemon=True).start()
 
     async def wake(self) -> None:
         """The first call of every incarnation, by itself. What prevents the start is told to whoever calls next."""
@@ -240,6 +245,17 @@ class CoordinatorActor:
 
     async def end(self) -> None:
         await (await self._ready()).end()
+
+
+def _wake(me: Any) -> None:
+    """Calls this actor's own wake until it arrives: while Ray still counts it as restarting, calls fail at once."""
+    for _ in range(WAKE_TRIES):
+        try:
+            ray.get(me.wake.remote(), timeout=CALL_S)
+            return
+        except ray.exceptions.RayError as error:
+            log.debug("the coordinator's own call did not arrive yet: %s", error)
+            time.sleep(WAKE_RETRY_S)
 
 
 def create_coordinator(options: Options) -> Any:
