@@ -48,6 +48,8 @@ class Attempt:
     phase: Phase = Phase.REQUESTED
     phase_deadline_s: float = math.inf
     started_s: float = 0.0
+    entered_s: float = 0.0  # when it came into its phase
+    lasted_s: dict[Phase, float] = field(default_factory=dict)  # seconds it spent in each phase that is over
     paused: set[str] = field(default_factory=set)
     to_release: set[str] = field(default_factory=set)
     snapshots: dict[str, NodeSnapshot] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class Attempt:
         if to is None:
             raise self.illegal(f"there is no move from {self.phase.value} because of {cause.name}: {sentence}")
         self.story.append((now_s, f"{self.phase.value} -> {to.value}: {sentence}"))
+        self.lasted_s[self.phase] = now_s - self.entered_s
+        self.entered_s = now_s
         self.phase = to
         self.phase_deadline_s = math.inf
         self.look_s = 0.0

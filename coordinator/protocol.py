@@ -31,6 +31,7 @@ from .progress import Progress
 from .recovery import Verdict, decide
 from .requests import Requests
 from .settings import Deadlines, Settings
+from .timings import Timings
 from .votes import silent
 
 __all__ = ["Deadlines", "IllegalMoveError", "Protocol", "Settings"]
@@ -64,6 +65,7 @@ class Protocol:
         self.requests = Requests(self)
         self.hearing = Hearing(self)
         self.progress = Progress(self)
+        self.timings = Timings()
         self.own_ids: set[str] = set()
         self._parent_is_live = False  # an own commit or a resume said so; found commits no longer matter
         self._parent_is_own = False  # it is a commit of this incarnation
@@ -352,6 +354,7 @@ class Protocol:
             roster=roster,
             window=window,
             started_s=self.now_s,
+            entered_s=self.now_s,
             may_be_accepted=False,
         )
         for pending in batch:
@@ -404,6 +407,8 @@ class Protocol:
                 ledger_over = attempt.ledger_tried or attempt.ledger_written or not self.settings.upload
                 ledger_over = ledger_over or attempt.manifest is None
                 if attempt.in_store or (first_publish_over(attempt, self.heard) and ledger_over):
+                    if attempt.mine:
+                        self.timings.note({**attempt.lasted_s, attempt.phase: self.now_s - attempt.entered_s})
                     self.announce(attempt, SaveState.COMMITTED)
                     if self.foreground is attempt:
                         self.foreground = None

@@ -50,7 +50,14 @@ class Requests:
 
     def next_deadline_s(self) -> float:
         """When the first waiting request gives up."""
-        return min((pending.deadline_s for pending in self.waiting), default=math.inf)
+        return min((self._gives_up_s(pending) for pending in self.waiting), default=math.inf)
+
+    def _gives_up_s(self, pending: Pending) -> float:
+        """The last moment at which a waiting request could start and still be in time."""
+        if pending.request.deadline_s is None:
+            return pending.deadline_s
+        forecast = self._core.timings.forecast(None)
+        return pending.deadline_s - (forecast.total_s if forecast is not None else 0.0)
 
     def attempt_of(self, request_id: str) -> str | None:
         """The attempt that serves a request."""
@@ -95,14 +102,33 @@ class Requests:
         if attempt is not None and self.window is not None and attempt.can_serve(request):
             committed = attempt.phase in PROVEN and attempt.announced in (SaveState.COMMITTED, SaveState.DURABLE)
             if not committed or request.kind is not SaveKind.MANUAL:
+                if blame := self._too_late(pending, attempt):
+                    self._end(pending, blame)
+                    return
                 attempt.strengthen(pending)
                 self._served[request.request_id] = attempt.id
                 self._core.tell_joined(attempt, pending)
                 return
+        if blame := self._too_late(pending, None):
+            self._end(pending, blame)
+            return
         self.waiting.append(pending)
         self.settle()
         if pending in self.waiting and not quietly:
             self._tell_waiting(pending)
+
+    def _too_late(self, pending: Pending, joins: Attempt | None) -> Blame | None:
+        """Why a deadline that somebody has set cannot be met, as far as past saves tell; None when it can."""
+        if pending.request.deadline_s is None:
+            return None
+        core = self._core
+        front = joins or core.foreground
+        ahead = [] if front is None or front.commit_told else [(front.phase, core.now_s - front.entered_s)]
+        forecast = core.timings.forecast(*ahead, *([] if joins else [None]))
+        left_s = pending.deadline_s - core.now_s
+        if forecast is None or forecast.late_phase(left_s) is None:
+            return None
+        return Blame("requested", forecast.sentence(left_s))
 
     def _tell_waiting(self, pending: Pending) -> None:
         why = "the update's end" if self.window is None else "the save that is under way"
@@ -185,15 +211,27 @@ class Requests:
         if not self.waiting:
             return
         core = self._core
-        for pending in [p for p in self.waiting if p.deadline_s <= core.now_s]:
+        for pending in [p for p in self.waiting if self._gives_up_s(p) <= core.now_s]:
             self.waiting.remove(pending)
-            what = "no update ended" if self.window is None else "the save that is under way did not end"
-            left_s = pending.request.deadline_s or core.settings.deadlines.save_s
-            problems = core.membership.problems()
-            missing = f"; the membership is not complete: {'; '.join(problems)}" if problems else ""
-            self._end(pending, Blame("requested", f"{what} before the deadline{missing}", waited_s=left_s))
+            self._end(pending, self._waited_too_long(pending))
         while core.foreground is None and self.waiting and self.window is not None:
             self._start_next()
+
+    def _waited_too_long(self, pending: Pending) -> Blame:
+        core = self._core
+        what = "no update ended" if self.window is None else "the save that is under way did not end"
+        left_s = pending.deadline_s - core.now_s
+        late = self._too_late(pending, None)
+        if left_s <= 0 or late is None:
+            reason = f"{what} before the deadline"
+        elif self.window is not None and core.foreground is None:
+            reason = late.reason
+        else:
+            reason = f"{what} in time: {late.reason}"
+        if problems := core.membership.problems():
+            reason = f"{reason}; the membership is not complete: {'; '.join(problems)}"
+        given_s = pending.request.deadline_s or core.settings.deadlines.save_s
+        return Blame("requested", reason, waited_s=given_s - max(0.0, left_s))
 
     def _start_next(self) -> None:
         core, window = self._core, self.window
