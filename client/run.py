@@ -99,6 +99,7 @@ class Run:
         self.name = options.run
         self._link = link
         self._leads = leads
+        self._driver = ulid()
         self._handles: dict[str, list[Any]] = {}  # the user's actors by role, held only while this driver lives
         self._next_step = 1
         self._progress = Progress()
@@ -180,7 +181,7 @@ class Run:
                 "has the same ones. Nothing is saved for this role.",
                 role=role,
             )
-        declaration = RoleDeclaration(role, worlds[0], components.pop(), membership)
+        declaration = RoleDeclaration(role, worlds[0], components.pop(), membership, self._driver)
         until = time.monotonic() + self.options.register_deadline_s
         while True:
             missing = self._link.call("declare", declaration, timeout_s=CALL_S)

@@ -108,8 +108,8 @@ class Hearing:
                 return
         restarted = core.incarnations.get(node) not in (None, inventory.incarnation)
         core.heard[node] = core.incarnations[node] = inventory.incarnation
-        core.membership.learn(inventory.declarations)
         self.members_changed(ev.MembersChanged(node, inventory.members))
+        core.membership.learn(inventory.declarations)
         here = {found.attempt: found for found in inventory.attempts}
         for found in inventory.attempts:
             core.highest_sequence = max(core.highest_sequence, found.sequence)

@@ -47,9 +47,13 @@ class Membership:
         self._problems: tuple[str, ...] | None = None
 
     def declare(self, declaration: RoleDeclaration) -> bool:
-        """Takes a role as add_members declared it. Answers whether anything changed."""
-        self._declared_here.add(declaration.role)
+        """Takes a role as add_members declared it. Answers whether anything changed.
+
+        The first role of another driver drops all that the driver before it declared: it may need fewer.
+        """
         changed = self.declarations.get(declaration.role) != declaration
+        self._drop_other_drivers(declaration.driver)
+        self._declared_here.add(declaration.role)
         self.declarations[declaration.role] = declaration
         self._forget()
         return changed
@@ -57,19 +61,33 @@ class Membership:
     def learn(self, declarations: Iterable[RoleDeclaration]) -> None:
         """Takes declarations that a stager kept over a coordinator restart; one made to this coordinator stands.
 
-        Where stagers differ (one missed a later add_members), the one that more members registered for wins.
+        Where stagers differ (one missed a later add_members, or a new driver), the one that more members registered
+        for wins.
         """
-        for found in declarations:
-            known = self.declarations.get(found.role)
-            if found.role in self._declared_here or known == found:
+        found = tuple(declarations)
+        others = [role for role in self.declarations.values() if role.driver not in {role.driver for role in found}]
+        if found and others:
+            if self._declared_here or self._registered(*found) <= self._registered(*others):
+                return
+            self._drop_other_drivers(found[0].driver)
+        for declaration in found:
+            known = self.declarations.get(declaration.role)
+            if declaration.role in self._declared_here or known == declaration:
                 continue
-            if known is None or self._registered(found) > self._registered(known):
-                self.declarations[found.role] = found
+            if known is None or self._registered(declaration) > self._registered(known):
+                self.declarations[declaration.role] = declaration
                 self._forget()
 
-    def _registered(self, declaration: RoleDeclaration) -> int:
+    def _drop_other_drivers(self, driver: str) -> None:
+        self.declarations = {role: known for role, known in self.declarations.items() if known.driver == driver}
+        self._declared_here &= self.declarations.keys()
+        self._forget()
+
+    def _registered(self, *declarations: RoleDeclaration) -> int:
+        """Members that registered for these declarations."""
+        wanted = {(declaration.role, declaration.membership) for declaration in declarations}
         return sum(
-            info.member.role == declaration.role and info.membership == declaration.membership
+            (info.member.role, info.membership) in wanted
             for members in self.by_node.values()
             for info in members.values()
         )

@@ -45,6 +45,7 @@ class RoleDeclaration:
     world_size: int
     components: tuple[str, ...]
     membership: str
+    driver: str = ""  # id of the attach that declared it; another driver's first role drops all of this one's
 
 
 @dataclass(frozen=True)

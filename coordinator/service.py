@@ -117,7 +117,6 @@ class Service:
         self._silent: set[str] = set()  # nodes whose stagers did not answer the last hello
         self._incarnations: dict[str, str] = {}  # by node, of its stager
         self._homes: dict[tuple[str, int, str], tuple[str, str]] = {}  # role, rank, membership -> node, incarnation
-        self._declared: dict[str, RoleDeclaration] = {}
         self._marked_steps: set[int | None] = set()  # of the nodes with members, at boot
         self._saved_step: int | None = None  # the last that this incarnation copied or restored
         self._failed: list[tuple[str, bool]] = []  # what failed since the last end_step, and whether training must stop
@@ -175,6 +174,10 @@ class Service:
             raise LastgoodError(f"the coordinator of {self.options.run} has not started yet; ask again")
         return self.driver
 
+    @property
+    def _declared(self) -> Mapping[str, RoleDeclaration]:
+        return self._led.core.membership.declarations
+
     # -- nodes and members
 
     async def refresh(self) -> None:
@@ -204,14 +207,9 @@ class Service:
             for info in answer.members:
                 home = (info.member.role, info.member.rank, info.membership)
                 self._homes[home] = (answer.node, answer.incarnation)
-            for declaration in answer.declarations:
-                if declaration.role not in self._declared:
-                    self._declared[declaration.role] = declaration
-                    self._led.declare(declaration)
 
     async def declare(self, declaration: RoleDeclaration) -> Missing:
         """A role of the run. Answers what is still missing of it (agents that have not registered yet)."""
-        self._declared[declaration.role] = declaration
         self._led.declare(declaration)
         self._homes = {
             home: place
@@ -477,7 +475,9 @@ class Service:
                 "touched. resume='none' starts from scratch.",
                 lost=lost,
             )
-        resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
+        resume_terms = ResumeTerms(
+            self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard, tuple(self._declared)
+        )
         ports = {node: port for node, port in self._ports.items() if self._members.get(node)}
         restored = await restore(offered, resume_terms, ports, self.epoch, remaining_s)
         restored = replace(restored, lost=tuple(lost))

@@ -139,13 +139,13 @@ class Stager:
         )
 
     def _members(self) -> tuple[MemberInfo, ...]:
-        """Registered members, without those of an add_members call that a later one has replaced."""
-        current = {declaration.role: declaration.membership for declaration in self._declarations}
-        return tuple(
-            info
-            for info in self._processes.members()
-            if current.get(info.member.role, info.membership) == info.membership
-        )
+        """Registered members that count: those of the add_members calls that the run's driver made last.
+
+        All, as long as no coordinator has told which those are.
+        """
+        current = {(declaration.role, declaration.membership) for declaration in self._declarations}
+        members = self._processes.members()
+        return tuple(info for info in members if not current or (info.member.role, info.membership) in current)
 
     def _hosts(self) -> dict[str, tuple[MemberId, ...]]:
         return self._processes.hosts(info.member for info in self._members())

@@ -12,7 +12,7 @@ from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
 from lastgood.workers.install import leave
 
-from .world import World, until
+from .world import World, rank_state, until
 
 
 def uninterrupted(world: World, steps: int) -> tuple[list[list[float]], list[str]]:
@@ -187,3 +187,30 @@ def gone(pid: int) -> bool:
 
 def shared_memory(name: str) -> Iterator[Path]:
     return Path("/dev/shm").glob(f"lastgood.*.{name}.*")
+
+
+def test_a_driver_that_returns_with_fewer_roles_is_not_held_to_those_it_dropped(world: World) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    world.committed(1)
+    epoch = world.hello()["epoch"]
+    leave(world.name)  # the driver's process says good-bye; coordinator and actors live on
+    world.attach()
+    world.run.add_members("actor", world.ranks, state=rank_state)
+    restored = world.run.resume()
+    assert (restored.step, restored.unused_roles) == (1, ("trainer",))
+    world.step(2)
+    roles = {shard.role for shard in manifest_of(world, 2).shards}
+    assert (roles, world.hello()["epoch"]) == ({"actor"}, epoch)
+    world.kill_coordinator()  # the next one learns the roles from the stagers
+    world.step(3)
+    assert {shard.role for shard in manifest_of(world, 3).shards} == {"actor"}
+
+
+def manifest_of(world: World, step: int) -> Manifest:
+    """The manifest of a committed step, as it lies on the first node."""
+    attempt = world.committed(step).attempt
+    path = world.node_dirs()[0] / world.name / f"global_step_{step}" / attempt / "manifest.json"
+    until(path.exists, f"the manifest of step {step}")
+    return Manifest.from_bytes(path.read_bytes(), where=str(path))

@@ -81,6 +81,31 @@ def test_declarations_kept_by_stagers_are_learnt_and_those_made_here_stand() -> 
     assert "reward" in bench.core.membership.declarations
 
 
+def test_the_first_role_of_another_driver_drops_those_that_the_driver_before_it_declared() -> None:
+    bench = Bench()
+    bench.feed(ev.Declared(RoleDeclaration("actor", 2, COMPONENTS["actor"], "m1", "second")))
+    assert set(bench.core.membership.declarations) == {"actor"}
+    assert bench.core.membership.problems() == ()
+    kept_by_a_stager = RoleDeclaration("trainer", 1, COMPONENTS["trainer"], "m1", "first")
+    bench.core.membership.learn([kept_by_a_stager])
+    assert set(bench.core.membership.declarations) == {"actor"}
+
+
+@pytest.mark.parametrize("stale_first", [True, False])
+def test_after_a_restart_the_driver_that_more_members_registered_for_is_believed(stale_first: bool) -> None:
+    bench = Bench(hear=())
+    membership = bench.core.membership
+    membership.declarations.clear()
+    membership._declared_here.clear()
+    for node in HOSTS:
+        membership.register(node, bench.infos(node))
+    stale = [RoleDeclaration("critic", 1, ("model",), "m0", "first"), RoleDeclaration("actor", 1, (), "m0", "first")]
+    fresh = [RoleDeclaration("actor", 2, COMPONENTS["actor"], "m1", "second")]
+    for kept in (stale, fresh) if stale_first else (fresh, stale):
+        membership.learn(kept)
+    assert list(membership.declarations.values()) == fresh
+
+
 # ---- windows
 
 
