@@ -114,6 +114,9 @@ def save(
     deadline: Annotated[
         float | None, typer.Option(metavar="S", min=0.001, help="Seconds until it must be committed.")
     ] = None,
+    from_memory: Annotated[
+        bool, typer.Option("--from-memory", help="The newest snapshot in memory, whatever the run does now.")
+    ] = False,
     wait: Annotated[Wait, typer.Option(help="What to wait for.")] = Wait.COMMITTED,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", min=0.001, help="Seconds to wait for that; 900 if not given.")
@@ -128,7 +131,8 @@ def save(
     with _telling(as_json) as output:
         from .attach import connect
 
-        handle = connect(run, address=address).save(tag, deadline_s=deadline, reason=reason)
+        run_ = connect(run, address=address)
+        handle = run_.save(tag, deadline_s=deadline, reason=reason, from_memory=from_memory)
         # A save that fails is a SaveFailedError, one that is late a DeadlineError: both end in exit code 1.
         outcome = handle.wait(wait.value, **({} if timeout is None else {"timeout_s": timeout}))
         output.saved(outcome.state.value, outcome.step, outcome.attempt)

@@ -291,7 +291,8 @@ class Run:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
         values = _numbers(metrics)
-        limit_s = self.options.save_deadline_s + self.options.snapshot_deadline_s + CALL_S
+        options = self.options
+        limit_s = options.save_deadline_s + options.snapshot_deadline_s + 2 * options.return_deadline_s + CALL_S
         try:
             outcome: StepOutcome = self._link.call(
                 "end_step", step, values, self._progress, timeout_s=limit_s, again="again"
@@ -322,18 +323,23 @@ class Run:
 
     # -- for any job
 
-    def save(self, tag: str | None = None, *, deadline_s: float | None = None, reason: str = "") -> SaveHandle:
+    def save(
+        self, tag: str | None = None, *, deadline_s: float | None = None, reason: str = "", from_memory: bool = False
+    ) -> SaveHandle:
         """Asks for a checkpoint of the last finished step, from any job of the cluster; returns at once.
 
         While the members only roll out it is made at once; during an update it waits for that update's end.
-        `deadline_s`: seconds until it must be committed, or it fails and leaves everything as it was.
+        `deadline_s`: seconds until it must be committed, or it fails and leaves everything as it was; a deadline that
+        past saves of this run would not have met fails at once and says which phase would be late.
+        `from_memory`: the newest snapshot that lies in memory (option snapshot_freq), whatever the members do now.
         Raises OptionsError for a tag that cannot be part of a path.
         """
         if tag is not None:
             check_name("tag", tag)
         if deadline_s is not None and not deadline_s > 0:
             raise OptionsError(f"deadline_s is {deadline_s}; it takes seconds, above 0. Nothing was touched.")
-        request = SaveRequest(ulid(), SaveKind.MANUAL, reason or "asked for by hand", tag, _who(), deadline_s)
+        why = reason or "asked for by hand"
+        request = SaveRequest(ulid(), SaveKind.MANUAL, why, tag, _who(), deadline_s, from_memory)
         return SaveHandle(self._link, request, self._link.call("save", request, timeout_s=CALL_S))
 
     def checkpoints(self) -> list[Checkpoint]:

@@ -18,7 +18,7 @@ from .moves import MOVES, PROVEN, UNDONE, Cause, Phase
 CERTAIN = (RecordState.ACCEPT, RecordState.REFUSE)  # records that never change
 OUTSTANDING = math.inf  # in Attempt.calls: asked, not yet answered
 
-KIND_ORDER = (SaveKind.SCHEDULED, SaveKind.MANUAL, SaveKind.FINAL)
+KIND_ORDER = (SaveKind.MEMORY, SaveKind.SCHEDULED, SaveKind.MANUAL, SaveKind.FINAL)
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Attempt:
     snapshots: dict[str, NodeSnapshot] = field(default_factory=dict)
     shards: dict[str, tuple[ShardRecord, ...]] = field(default_factory=dict)
     updates: dict[MemberId, int | None] = field(default_factory=dict)
+    superseded: bool = False  # it was given up while it lay in memory: no disk ever knew of it
     drafted: bool = False  # the manifest is being built: what it says no longer changes
     manifest: bytes | None = None
     may_be_accepted: bool = True  # False: no accept was ever sent for it, by the only one that could

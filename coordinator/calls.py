@@ -82,7 +82,7 @@ def calls_due(
     elif phase is Phase.ABORTING:
         may_delete = attempt.may_delete(everyone_heard)
         for node in attempt.participants:
-            if attempt.records.get(node) not in _DECIDED:
+            if attempt.records.get(node) not in _DECIDED and not attempt.superseded:
                 if ready(cmd.Refuse, node):
                     reason = str(attempt.blame) if attempt.blame is not None else "found unfinished at recovery"
                     out.append(cmd.Refuse(head, node, reason))

@@ -112,6 +112,10 @@ class Driver(Engine):
         """The run's live state came from this checkpoint: the parent of the next manifest."""
         self._feed(ev.Resumed(head))
 
+    def drop_memory(self, reason: str) -> None:
+        """The snapshot that is held in memory, if there is one, is not needed any more."""
+        self._feed(ev.MemoryDropped(reason))
+
     # ---- recovery
 
     async def recover(self, expected_nodes: Iterable[str] = ()) -> tuple[str, ...]:
@@ -153,13 +157,18 @@ class Driver(Engine):
     # ---- windows
 
     async def open_window(
-        self, step: int, metrics: Mapping[str, float] | None = None, due: Decision | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        due: Decision | None = None,
+        memory: Decision | None = None,
     ) -> WindowOutcome:
         """Marks the end of `step` at every node with members; returns once training may go on.
 
-        That is at once when nothing is due, else when what is due has been copied (or has failed). Raises FencedError.
+        That is at once when nothing is due, else when what is due has been copied (or has failed). `memory`: whether
+        a snapshot is to be kept in memory when no save is due. Raises FencedError.
         """
-        return await self._open_window(self._mark, step, metrics or {}, due)
+        return await self._open_window(self._mark, step, metrics or {}, due, memory)
 
     async def reopen_window(self, step: int) -> WindowOutcome:
         """After a restart: takes over the window of `step` if it is still open at every member; captures nothing."""
@@ -171,6 +180,7 @@ class Driver(Engine):
         step: int,
         metrics: Mapping[str, float],
         due: Decision | None,
+        memory: Decision | None = None,
     ) -> WindowOutcome:
         self._check_alive()
         async with self._window_lock:
@@ -181,7 +191,7 @@ class Driver(Engine):
             reports = {node: answer for node, answer in answers.items() if isinstance(answer, NodeSnapshot)}
             failures = {node: _say(answer) for node, answer in answers.items() if isinstance(answer, BaseException)}
             self._verdict = None
-            self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics)))
+            self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics), memory))
             self._check_alive()
             verdict = self._last_verdict()
             if not verdict.opened:

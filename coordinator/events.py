@@ -107,14 +107,23 @@ class ServedBefore(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryDropped(Event):
+    """The snapshot in memory is of no use any more: the run ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WindowOpened(Event):
-    """An update ended everywhere and `step` may be saved. `due` is the policy's word on this step."""
+    """An update ended everywhere and `step` may be saved. `due` and `memory` are the policies' words on this step:
+    whether it is to be saved, and whether a snapshot of it is to be kept in memory."""
 
     step: int
     reports: Mapping[str, NodeSnapshot]  # node -> its answer to mark
     failures: Mapping[str, str] = field(default_factory=dict)  # node -> why its mark failed
     due: Decision | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    memory: Decision | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ class Hearing:
 
     def _member_gone(self, node: str, event: ev.MemberDropped) -> None:
         core = self._core
+        held = core.memory.held
+        if held is not None and held.roster is not None and event.member in held.roster.processes:
+            core.memory.want(f"member {event.member} is gone: {event.reason}")
         attempt = core.foreground
         if attempt is None or attempt.phase not in COPYING or node in attempt.snapshots:
             return
@@ -195,6 +198,8 @@ class Hearing:
             if not (node in attempt.shards and staged_here):
                 reason = f"the stager of {node} restarted: its images are gone"
                 core.fail(attempt, Blame(phase.value, reason, node))
+        elif phase is Phase.HELD and restarted:
+            core.memory.drop(f"the stager of {node} restarted")
         elif phase in COPYING and restarted:
             core.fail(attempt, Blame(phase.value, f"the stager of {node} restarted: its images are gone", node))
 

@@ -23,6 +23,9 @@ def check(core: Protocol) -> None:
         if phase in BEFORE_COMMIT:
             assert attempt is front, f"{_at(attempt)}: a second attempt in the foreground"
             _check_votes(attempt)
+        elif phase is Phase.HELD:
+            assert attempt is core.memory.held, f"{_at(attempt)}: two snapshots in memory"
+            _check_votes(attempt)
         elif phase in PROVEN:
             assert not attempt.refused, f"{_at(attempt)}: a record says refuse"
             assert attempt.proof is not None or attempt.all_accept, f"{_at(attempt)}: not every record says accept"
@@ -49,7 +52,7 @@ def _check_votes(attempt: Attempt) -> None:
     if phase is not Phase.ACCEPTING:
         assert not attempt.may_be_accepted, f"{_at(attempt)}: an accept before all votes"
         assert not attempt.drafted, f"{_at(attempt)}: a manifest before all votes"
-    if phase in (Phase.STAGING, Phase.ACCEPTING):
+    if phase in (Phase.HELD, Phase.STAGING, Phase.ACCEPTING):
         assert len(attempt.snapshots) == nodes, f"{_at(attempt)}: a snapshot vote is missing"
     if phase is Phase.ACCEPTING:
         assert len(attempt.shards) == nodes, f"{_at(attempt)}: a staging vote is missing"

@@ -102,6 +102,7 @@ class Inventory:
 class SaveKind(enum.Enum):
     """Why an attempt was made."""
 
+    MEMORY = "memory"  # a snapshot that is kept in memory; staged only when it is needed
     SCHEDULED = "scheduled"  # the save policy said so
     MANUAL = "manual"  # somebody asked
     FINAL = "final"  # close() saves the last step
@@ -128,6 +129,7 @@ class SaveRequest:
     tag: str | None = None
     requested_by: str = ""
     deadline_s: float | None = None  # remaining seconds until it must be committed; None: the run's default
+    from_memory: bool = False  # commit the newest snapshot that lies in memory, whatever the members do now
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from . import events as ev
 
 
 class Phase(enum.Enum):
-    """Where an attempt stands. FOUND, IN_DOUBT: attempts of an earlier coordinator, or whose outcome is not known."""
+    """Where an attempt stands. HELD: it lies in memory, whole, and is staged only when it is needed. FOUND, IN_DOUBT:
+    attempts of an earlier coordinator, or whose outcome is not known."""
 
     REQUESTED = "requested"
     PAUSING = "pausing"
     SNAPSHOTTING = "snapshotting"
+    HELD = "held"
     STAGING = "staging"
     ACCEPTING = "accepting"
     COMMITTED = "committed"
@@ -38,6 +40,9 @@ class Cause(enum.Enum):
     NOTHING_TO_PAUSE = "nothing to pause"
     ALL_PAUSED = "every node paused"
     ALL_COPIED = "every node's snapshot vote"
+    ALL_HELD = "every node's snapshot vote, and nobody asks for more"
+    WANTED = "a process died, or somebody asks for it"
+    SUPERSEDED = "a newer snapshot is whole, or it is of no use any more"
     ALL_STAGED = "every node's staging vote"
     ALL_ACCEPT = "every record says accept"
     PROOF = "COMPLETED or a ledger entry found"
@@ -59,6 +64,9 @@ MOVES: dict[tuple[Phase, Cause], Phase] = {
     (Phase.REQUESTED, Cause.NOTHING_TO_PAUSE): Phase.SNAPSHOTTING,
     (Phase.PAUSING, Cause.ALL_PAUSED): Phase.SNAPSHOTTING,
     (Phase.SNAPSHOTTING, Cause.ALL_COPIED): Phase.STAGING,
+    (Phase.SNAPSHOTTING, Cause.ALL_HELD): Phase.HELD,
+    (Phase.HELD, Cause.WANTED): Phase.STAGING,
+    (Phase.HELD, Cause.SUPERSEDED): Phase.ABORTING,
     (Phase.STAGING, Cause.ALL_STAGED): Phase.ACCEPTING,
     (Phase.ACCEPTING, Cause.ALL_ACCEPT): Phase.COMMITTED,
     (Phase.COMMITTED, Cause.UPLOAD): Phase.UPLOADING,
@@ -91,8 +99,8 @@ COPYING = (Phase.REQUESTED, Phase.PAUSING, Phase.SNAPSHOTTING)
 PROVEN = (Phase.COMMITTED, Phase.UPLOADING, Phase.DURABLE)
 UNDONE = (Phase.ABORTING, Phase.IN_DOUBT, Phase.ABORTED)
 
-_AFTER_PAUSING = (Phase.SNAPSHOTTING, Phase.STAGING, Phase.ACCEPTING, *PROVEN, *UNDONE)
-_AFTER_COPY = (Phase.STAGING, Phase.ACCEPTING, *PROVEN, *UNDONE)
+_AFTER_PAUSING = (Phase.SNAPSHOTTING, Phase.HELD, Phase.STAGING, Phase.ACCEPTING, *PROVEN, *UNDONE)
+_AFTER_COPY = (Phase.HELD, Phase.STAGING, Phase.ACCEPTING, *PROVEN, *UNDONE)
 _AFTER_STAGING = (Phase.ACCEPTING, *PROVEN, *UNDONE)
 
 # event -> (phases in which it is worked on, phases in which it is late: noted in the story, changes nothing)

@@ -93,6 +93,13 @@ class Options(BaseSettings):
     save_freq: int | None = _option(
         10, "a whole number of steps, at least 1; none, 0 or -1 to save only on request", "Steps between saves.", ge=1
     )
+    snapshot_freq: int | None = _option(
+        None,
+        "a whole number of steps, at least 1; none to keep none",
+        "Steps between snapshots that stay in memory (twice the memory) until the next one. When a process dies the"
+        " newest is saved, so a crash costs the step in progress and not those since the last save.",
+        ge=1,
+    )
     save_first: bool = _option(False, "true or false", "Also save the first step that ends, due or not.")
     save_last: bool = _option(True, "true or false", "close() saves the last step if it is not saved yet.")
     save_total_limit: int | None = _option(
@@ -137,6 +144,10 @@ class Options(BaseSettings):
     accept_deadline_s: float = _deadline(60.0, "From staged until every participant's record stands.")
     upload_deadline_s: float = _deadline(3600.0, "One try at copying a committed checkpoint to the store.")
     register_deadline_s: float = _deadline(120.0, "From add_members until all its members have registered.")
+    return_deadline_s: float = _deadline(
+        30.0,
+        "How long end_step waits for a stager that died and is being restarted, before it goes on unsaved.",
+    )
     resume_deadline_s: float = _deadline(900.0, "From resume() until every member has read, verified and restored.")
     heartbeat_s: float = _deadline(1.0, "Between two signs of life of an agent, a stager and the coordinator.")
     linger_s: float = _deadline(300.0, "How long coordinator and stagers wait for a driver to return before they exit.")
@@ -259,12 +270,12 @@ class Options(BaseSettings):
     def _image_root(cls, value: str) -> str:
         return check_root("image_root", value)
 
-    @field_validator("save_freq", "save_total_limit", mode="before")
+    @field_validator("save_freq", "snapshot_freq", "save_total_limit", mode="before")
     @classmethod
     def _number_or_none(cls, value: Any) -> Any:
         return option_values.number_or_none(value)
 
-    @field_validator("save_freq", mode="before")
+    @field_validator("save_freq", "snapshot_freq", mode="before")
     @classmethod
     def _frequency(cls, value: Any) -> Any:
         return option_values.frequency(value)
@@ -307,7 +318,7 @@ class Options(BaseSettings):
 
 
 def _takes_none(name: str) -> bool:
-    return name in ("save_freq", "save_total_limit")
+    return name in ("save_freq", "snapshot_freq", "save_total_limit")
 
 
 def _without_idle_none(values: Mapping[str, Any]) -> dict[str, Any]:

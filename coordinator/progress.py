@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from . import events as ev
 from .attempt import Attempt
-from .messages import Blame, RecordState, SaveState
+from .messages import Blame, RecordState, SaveKind, SaveState
 from .moves import Cause, Phase
 from .votes import check_shards, check_snapshot
 
@@ -40,6 +40,10 @@ class Progress:
         attempt.stall_s = max(attempt.stall_s, event.snapshot.stall_s)
         attempt.tell(self._core.now_s, f"{event.node} copied {len(event.snapshot.members)} members")
         if len(attempt.snapshots) == len(attempt.participants):
+            if attempt.kind is SaveKind.MEMORY:
+                self._core.memory.hold(attempt)
+                return
+            self._core.memory.supersede(attempt)
             attempt.move(Cause.ALL_COPIED, self._core.now_s, "training may go on")
             attempt.phase_deadline_s = self._core.now_s + self._core.settings.deadlines.stage_s
             self._core.announce(attempt, SaveState.SNAPSHOT)

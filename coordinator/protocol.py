@@ -25,7 +25,8 @@ from .draft import draft_of
 from .hearing import Hearing
 from .invariants import check
 from .membership import Membership, Window
-from .messages import AttemptHead, Blame, RecordState, SaveState
+from .memory import Memory
+from .messages import AttemptHead, Blame, RecordState, SaveKind, SaveState
 from .moves import BEFORE_COMMIT, COPYING, EXPECTED, LATE, PROVEN, Cause, Phase
 from .progress import Progress
 from .recovery import Verdict, decide
@@ -65,6 +66,7 @@ class Protocol:
         self.requests = Requests(self)
         self.hearing = Hearing(self)
         self.progress = Progress(self)
+        self.memory = Memory(self)
         self.timings = Timings()
         self.own_ids: set[str] = set()
         self._parent_is_live = False  # an own commit or a resume said so; found commits no longer matter
@@ -82,6 +84,7 @@ class Protocol:
             ev.RecoveryBegun: self.hearing.recovery_begun,
             ev.Resumed: self._resumed,
             ev.ServedBefore: self.requests.served_before,
+            ev.MemoryDropped: self._memory_dropped,
             ev.WindowOpened: self.requests.window_opened,
             ev.WindowClosed: self.requests.window_closed,
             ev.Asked: self.requests.asked,
@@ -149,7 +152,7 @@ class Protocol:
         if self.fenced is not None:
             return math.inf
         now_s = self.now_s
-        times = [self.requests.next_deadline_s()]
+        times = [self.requests.next_deadline_s(), self.memory.next_deadline_s()]
         for attempt in self.active.values():
             if attempt.phase in BEFORE_COMMIT:
                 times += [pending.deadline_s for pending in attempt.requests]
@@ -356,6 +359,7 @@ class Protocol:
             started_s=self.now_s,
             entered_s=self.now_s,
             may_be_accepted=False,
+            kind=SaveKind.MEMORY,
         )
         for pending in batch:
             attempt.strengthen(pending)
@@ -378,6 +382,7 @@ class Protocol:
 
     def _settle(self) -> None:
         self._check_deadlines()
+        self.memory.settle()
         self.requests.settle()
         now_s, heard = self.now_s, self.heard
         everyone_heard = self.expected <= heard.keys()
@@ -412,6 +417,7 @@ class Protocol:
                     self.announce(attempt, SaveState.COMMITTED)
                     if self.foreground is attempt:
                         self.foreground = None
+                        self.memory.settle()
                         self.requests.settle()
             if attempt.phase is Phase.DURABLE and attempt.announced is SaveState.COMMITTED:
                 self.announce(attempt, SaveState.DURABLE)
@@ -484,7 +490,11 @@ class Protocol:
     def _resumed(self, event: ev.Resumed) -> None:
         self.parent, self._parent_is_live, self._parent_is_own = event.head, True, False
         self._parent_floor = self.highest_sequence
+        self.memory.drop("live state was restored from a checkpoint")
         self.requests.live_state_changed()
+
+    def _memory_dropped(self, event: ev.MemoryDropped) -> None:
+        self.memory.drop(event.reason)
 
     def _fenced(self, event: ev.Fenced) -> None:
         self.stop_for_good(event.reason)

@@ -32,6 +32,7 @@ def report(core: Protocol) -> dict[str, Any]:
             }
             for pending in core.requests.waiting
         ],
+        "in_memory": None if core.memory.held is None else core.memory.held.head.step,
         "foreground": None if core.foreground is None else _attempt(core.foreground),
         "background": [_attempt(a) for a in core.active.values() if a is not core.foreground],
     }
@@ -57,7 +58,8 @@ def unsettled(core: Protocol) -> list[str]:
     left = []
     for attempt in core.active.values():
         name = f"step {attempt.head.step} (attempt {attempt.id}) is {attempt.phase.value}"
-        if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND:
+        wanted = attempt.phase is Phase.HELD and core.memory.wanted
+        if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND or wanted:
             left.append(name)
         elif attempt.phase is Phase.ABORTING and not attempt.aborted:
             left.append(f"{name} and not decided yet")
@@ -73,7 +75,7 @@ def lagging(core: Protocol, *, hopeful: bool = False) -> list[str]:
     left = []
     for attempt in core.active.values():
         name = f"step {attempt.head.step} (attempt {attempt.id})"
-        if attempt.phase in BEFORE_COMMIT:
+        if attempt.phase in BEFORE_COMMIT or (attempt.phase is Phase.HELD and core.memory.wanted):
             left.append(f"{name} is {attempt.phase.value}")
         elif attempt.phase in PROVEN:
             why = _not_durable(core, attempt, hopeful)

@@ -25,7 +25,7 @@ from . import events as ev
 from .attempt import Attempt, Pending
 from .membership import Window
 from .messages import Blame, MemberId, SaveKind, SaveRequest, SaveState
-from .moves import COPYING, PROVEN, Cause
+from .moves import COPYING, PROVEN, Cause, Phase
 
 if TYPE_CHECKING:
     from .protocol import Protocol
@@ -63,6 +63,10 @@ class Requests:
         """The attempt that serves a request."""
         return self._served.get(request_id)
 
+    def serve(self, pending: Pending, attempt: Attempt) -> None:
+        """Notes which attempt serves a request."""
+        self._served[pending.request.request_id] = attempt.id
+
     def forget(self, attempt: Attempt) -> None:
         """The attempt is no longer remembered."""
         for request_id in attempt.request_ids:
@@ -87,8 +91,12 @@ class Requests:
         if served is not None:
             core.tell_joined(served, pending)
             return
+        if request.from_memory:
+            if blame := core.memory.ask(pending):
+                self.end(pending, blame)
+            return
         if problems := core.membership.problems():
-            self._end(pending, Blame("requested", f"the membership is not complete: {'; '.join(problems)}"))
+            self.end(pending, Blame("requested", f"the membership is not complete: {'; '.join(problems)}"))
             return
         self._take_in(pending)
 
@@ -99,18 +107,22 @@ class Requests:
     def _take_in(self, pending: Pending, *, quietly: bool = False) -> None:
         attempt = self._window_attempt
         request = pending.request
+        if request.kind is SaveKind.MEMORY and (attempt is not None or self._core.foreground is not None):
+            return  # what is under way, or was made in this window, is as new
         if attempt is not None and self.window is not None and attempt.can_serve(request):
             committed = attempt.phase in PROVEN and attempt.announced in (SaveState.COMMITTED, SaveState.DURABLE)
             if not committed or request.kind is not SaveKind.MANUAL:
                 if blame := self._too_late(pending, attempt):
-                    self._end(pending, blame)
+                    self.end(pending, blame)
                     return
                 attempt.strengthen(pending)
-                self._served[request.request_id] = attempt.id
+                self.serve(pending, attempt)
+                if attempt is self._core.memory.held:
+                    self._core.memory.want("")
                 self._core.tell_joined(attempt, pending)
                 return
         if blame := self._too_late(pending, None):
-            self._end(pending, blame)
+            self.end(pending, blame)
             return
         self.waiting.append(pending)
         self.settle()
@@ -123,7 +135,9 @@ class Requests:
             return None
         core = self._core
         front = joins or core.foreground
-        ahead = [] if front is None or front.commit_told else [(front.phase, core.now_s - front.entered_s)]
+        ahead: list[tuple[Phase, float]] = []
+        if front is not None and not front.commit_told:
+            ahead = [(front.phase, core.now_s - front.entered_s if front.phase is not Phase.HELD else 0.0)]
         forecast = core.timings.forecast(*ahead, *([] if joins else [None]))
         left_s = pending.deadline_s - core.now_s
         if forecast is None or forecast.late_phase(left_s) is None:
@@ -154,13 +168,17 @@ class Requests:
             self._window_attempt = None
         ids = tuple(pending.request.request_id for pending in self.waiting)
         scheduled = any(pending.request.kind is SaveKind.SCHEDULED for pending in self.waiting)
-        if event.due is None or not event.due.due or scheduled:
+        if event.due is not None and event.due.due and not scheduled:
+            kind, reason = SaveKind.SCHEDULED, event.due.reason
+        elif event.memory is not None and event.memory.due and not self.waiting:
+            kind, reason = SaveKind.MEMORY, event.memory.reason
+        else:
             core.say(cmd.WindowVerdict(event.step, True, None, ids))
             return
-        request_id = f"scheduled-{core.settings.epoch}-{self._number}"
+        request_id = f"{kind.value}-{core.settings.epoch}-{self._number}"
         core.say(cmd.WindowVerdict(event.step, True, None, (*ids, request_id)))
         if request_id not in self._served:
-            self._take_in(self._pending(SaveRequest(request_id, SaveKind.SCHEDULED, event.due.reason)), quietly=True)
+            self._take_in(self._pending(SaveRequest(request_id, kind, reason)), quietly=True)
 
     def _same_window(self, step: int, checked: Blame | dict[MemberId, int | None]) -> bool:
         """Whether the open window is told of once more: a client that repeats itself must not make a second save."""
@@ -180,7 +198,7 @@ class Requests:
         if core.membership.problems():
             for pending in list(self.waiting):
                 self.waiting.remove(pending)
-                self._end(pending, blame)
+                self.end(pending, blame)
         core.say(cmd.WindowVerdict(event.step, False, blame, stop=due and core.stop))
 
     def live_state_changed(self) -> None:
@@ -201,6 +219,8 @@ class Requests:
         core.fail(attempt, Blame(attempt.phase.value, f"an update had begun ({why})"), Cause.WINDOW_CLOSED)
         for pending in pendings:
             self._served.pop(pending.request.request_id, None)
+            if pending.request.kind is SaveKind.MEMORY:
+                continue  # the next window brings the next one
             self.waiting.append(pending)
             self._tell_waiting(pending)
 
@@ -213,7 +233,7 @@ class Requests:
         core = self._core
         for pending in [p for p in self.waiting if self._gives_up_s(p) <= core.now_s]:
             self.waiting.remove(pending)
-            self._end(pending, self._waited_too_long(pending))
+            self.end(pending, self._waited_too_long(pending))
         while core.foreground is None and self.waiting and self.window is not None:
             self._start_next()
 
@@ -270,15 +290,16 @@ class Requests:
         for pending in late:
             attempt.requests.remove(pending)
             blame = self._core.awaited_blame(attempt, "the deadline of the request")
-            self._end(pending, blame, attempt)
+            self.end(pending, blame, attempt)
 
     def _end_all(self, batch: list[Pending], blame: Blame) -> None:
         self._core.failures += 1
         self.waiting = [pending for pending in self.waiting if pending not in batch]
         for pending in batch:
-            self._end(pending, blame)
+            self.end(pending, blame)
 
-    def _end(self, pending: Pending, blame: Blame, attempt: Attempt | None = None) -> None:
+    def end(self, pending: Pending, blame: Blame, attempt: Attempt | None = None) -> None:
+        """A request ends without a checkpoint of its own; told again whenever it is sent again."""
         request = pending.request
         announce = cmd.Announce(
             SaveState.ABORTED,
@@ -302,7 +323,7 @@ class Requests:
         core = self._core
         blame = Blame("fenced", f"a newer coordinator has taken over: {core.fenced}")
         for pending in self.waiting:
-            self._end(pending, blame)
+            self.end(pending, blame)
         self.waiting = []
         for attempt in core.active.values():
             ids = tuple(i for i in attempt.request_ids)

@@ -52,7 +52,6 @@ class Restored:
     metrics: Mapping[str, float] = field(default_factory=dict)
     rejected: tuple[str, ...] = ()  # newer checkpoints that were not whole, a sentence each
     lost: tuple[str, ...] = ()  # commits known to have happened that nothing holds any more
-    unused_roles: tuple[str, ...] = ()  # the checkpoint has their state; nobody of this run asked for it
 
     @property
     def head(self) -> AttemptHead:
@@ -67,7 +66,6 @@ class ResumeTerms:
     fingerprint: Mapping[str, Any]  # of the live members
     allow_changes: Collection[str]
     on_reshard: Mapping[str, str]
-    roles: Collection[str] = ()  # of the live members
 
 
 async def restore(
@@ -114,9 +112,6 @@ async def restore(
                 step=head.step,
             ) from errors[0]
         await _everywhere(ports, lambda port: port.forget(epoch))
-        unused = sorted(manifest.roles.keys() - set(terms.roles))
-        if unused:
-            log.warning("step %d holds the state of %s, which this run does not have", head.step, ", ".join(unused))
         return Restored(
             head.step,
             head.attempt,
@@ -125,7 +120,6 @@ async def restore(
             manifest.tag,
             dict(manifest.metrics),
             tuple(rejected),
-            unused_roles=tuple(unused),
         )
     tried = "".join(f"\n  - {sentence}" for sentence in rejected)
     raise ResumeError(

@@ -53,7 +53,6 @@ from .retention import collect_remotely, to_collect
 
 log = logging.getLogger("lastgood.coordinator")
 
-RETURN_S = 30.0  # how long end_step waits for agents whose stager was restarted
 RETURN_POLL_S = 0.1
 BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
 HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
@@ -83,6 +82,7 @@ class StepOutcome:
     failures: tuple[str, ...] = ()  # what failed since the last end_step; training may go on unless `stop`
     stop: bool = False
     newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
+    in_memory: bool = False  # a snapshot of this step lies whole in memory
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,9 @@ class Service:
     async def _await_return(self) -> None:
         """Waits for members whose stager is gone or was restarted: their agents register again by themselves.
 
-        RETURN_S at most; a member that its living stager has seen die is not waited for.
+        Option return_deadline_s at most; a member that its living stager has seen die is not waited for.
         """
-        until = time.monotonic() + RETURN_S
+        until = time.monotonic() + self.options.return_deadline_s
         await self.refresh()
         while self._returning() and time.monotonic() < until:
             await asyncio.sleep(RETURN_POLL_S)
@@ -288,13 +288,14 @@ class Service:
             await self._await_return()
         saved = self._saved_before(step, progress) if again else None
         decision = self._due(step, metrics)
+        memory = self._memory_due(step)
         if saved is not None:
             decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
-        outcome = await self._led.open_window(step, metrics, decision)
+        outcome = await self._led.open_window(step, metrics, decision, memory)
         if not outcome.opened:
             await self._await_return()
             if self._incarnations != incarnations and not self.missing().members:
-                outcome = await self._led.open_window(step, metrics, decision)  # a stager was restarted meanwhile
+                outcome = await self._led.open_window(step, metrics, decision, memory)  # a stager was restarted
         told = self._told(outcome, decision, time.monotonic() - began)
         return told if saved is None else replace(told, saved=saved)
 
@@ -329,8 +330,13 @@ class Service:
             policy = AnyOf((policy, AtSteps(frozenset({step}))))
         return policy.decide(Moment(step, time.monotonic(), self._saved_step, None, metrics))
 
+    def _memory_due(self, step: int) -> Decision:
+        policy: SavePolicy = Never() if self.options.snapshot_freq is None else EverySteps(self.options.snapshot_freq)
+        return policy.decide(Moment(step))
+
     def _told(self, outcome: WindowOutcome, decision: Decision, stall_s: float) -> StepOutcome:
-        copied = [save for save in outcome.saves if save.attempt is not None and not save.failed]
+        done = [save for save in outcome.saves if save.attempt is not None and not save.failed]
+        copied = [save for save in done if save.kind is not SaveKind.MEMORY]
         if copied:
             self._saved_step = outcome.step
         failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
@@ -346,6 +352,7 @@ class Service:
             tuple(failures),
             outcome.stop or stop,
             self.newest(),
+            in_memory=bool(done),
         )
 
     def _hear(self, announce: Announce) -> None:
@@ -395,6 +402,7 @@ class Service:
                     "close(save_last=False) to end without it.",
                     step=progress.last_step,
                 )
+        self._led.drop_memory("the run was closed")
         return await self._led.drain(max(0.0, until - time.monotonic()))
 
     async def end(self) -> None:
@@ -475,9 +483,7 @@ class Service:
                 "touched. resume='none' starts from scratch.",
                 lost=lost,
             )
-        resume_terms = ResumeTerms(
-            self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard, tuple(self._declared)
-        )
+        resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
         ports = {node: port for node, port in self._ports.items() if self._members.get(node)}
         restored = await restore(offered, resume_terms, ports, self.epoch, remaining_s)
         restored = replace(restored, lost=tuple(lost))

@@ -83,6 +83,7 @@ class Timings:
         phases: list[tuple[Phase, float]] = []
         for at in saves:
             first, spent_s = at if at is not None else (PHASES[0], 0.0)
+            first = Phase.STAGING if first is Phase.HELD else first
             coming = PHASES[PHASES.index(first) :] if first in PHASES else PHASES
             for phase in coming:
                 expected_s = _percentile(self._lasted[phase]) * MARGIN

@@ -37,9 +37,10 @@ from ..storage.layout import shard_path
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import Store
 from .disk import NodeDisk
-from .images import Image, ImageRoom, ImageState
+from .images import ImageRoom, ImageState
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .processes import Processes
+from .slots import Slots
 
 log = logging.getLogger("lastgood.stager")
 _T = TypeVar("_T")
@@ -48,14 +49,6 @@ RELEASE_S = 60.0  # until paused components run again
 READ_BYTES = 8 << 20  # one piece of a shard that travels between stagers
 
 PeerRead = Callable[[str, AttemptHead, str], AsyncIterator[bytes]]  # (node, attempt, shard path) -> pieces
-
-
-@dataclass
-class _Slot:
-    """The image of one component of one member; reused while it is large enough."""
-
-    image: Image
-    process: str
 
 
 @dataclass
@@ -78,6 +71,7 @@ class StagerConfig:
     holder: str  # names this stager to people, in the lock file
     address: str  # host name and directory, for reports
     block_bytes: int = DEFAULT_BLOCK_BYTES
+    images_per_component: int = 1  # 2: the newest snapshot stays in memory while the next is copied
     write_threads: int = 2
 
 
@@ -94,14 +88,13 @@ class Stager:
         self._store = store
         self._peer_read = peer_read
         self._processes = Processes(self.node, changed, self._on_death)
-        self._slots: dict[tuple[MemberId, str], _Slot] = {}
+        self._slots = Slots(self._room, self.node, config.images_per_component)
         self._snapshots: dict[str, _Snapshot] = {}
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
         self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
-        self._providing = asyncio.Lock()
         self._marked_step: int | None = None
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
@@ -228,7 +221,7 @@ class Stager:
             lambda members: _order(OrderKind.SNAPSHOT, epoch, order.deadline_s, members, step=head.step, head=head),
         )
         if head.attempt in self._given_up or head.epoch < self._disk.highest_epoch:
-            self._drop_sealed(head.attempt)  # refused or fenced while it was copied: nobody will ever stage it
+            self._drop_images(head.attempt)  # refused or fenced while it was copied: nobody will ever stage it
             raise SnapshotError(
                 f"attempt {head.attempt} was given up while node {self.node} copied it. The previous one stands.",
                 node=self.node,
@@ -241,12 +234,11 @@ class Stager:
 
     def _checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
         """A member's word that a shard is whole, held against the image's own header page."""
-        slot = self._slots.get((shard.member, shard.component))
-        if slot is None or str(slot.image.path) != shard.image:
+        image = self._slots.find((shard.member, shard.component), shard.image)
+        if image is None:
             raise SnapshotError(
                 f"{shard.member} sealed an image that node {self.node} did not give it", member=shard.member
             )
-        image = slot.image
         if image.state is not ImageState.SEALED or image.attempt != head.attempt or image.used_bytes != shard.nbytes:
             raise SnapshotError(
                 f"the image of {shard.member}.{shard.component} is {image.state.name.lower()} for attempt "
@@ -290,13 +282,14 @@ class Stager:
         return records
 
     async def _write(self, head: AttemptHead, shard: SealedShard) -> ShardRecord:
-        slot = self._slots[shard.member, shard.component]
+        image = self._slots.find((shard.member, shard.component), shard.image)
+        assert image is not None, "a sealed image outlives its process until its attempt is over"
         path = shard_path(shard.member.role, shard.member.rank, shard.component)
         async with self._writers:
             place = await asyncio.to_thread(self._disk.shard_file, head, path)
-            payload = slot.image.payload[: shard.nbytes]
+            payload = image.payload[: shard.nbytes]
             digests = await asyncio.to_thread(write_image, payload, place, block_bytes=self._config.block_bytes)
-        slot.image.mark_staged()
+        image.mark_staged()
         return ShardRecord(
             role=shard.member.role,
             rank=shard.member.rank,
@@ -313,18 +306,10 @@ class Stager:
     def _free(self, snapshot: _Snapshot) -> None:
         """The attempt needs its images no longer; those of dead processes go."""
         self._snapshots.pop(snapshot.head.attempt, None)
-        for shard in snapshot.shards:
-            self._give_back((shard.member, shard.component), snapshot.head.attempt)
+        self._drop_images(snapshot.head.attempt)
 
-    def _give_back(self, key: tuple[MemberId, str], attempt: str) -> None:
-        slot = self._slots.get(key)
-        if slot is None or slot.image.attempt != attempt:
-            return
-        if slot.process in self._processes.hosts():
-            slot.image.free()
-        else:
-            del self._slots[key]
-            self._room.destroy(slot.image)
+    def _drop_images(self, attempt: str) -> None:
+        self._slots.release(attempt, self._processes.hosts())
 
     async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
         await self._heed(epoch)
@@ -364,13 +349,8 @@ class Stager:
             if snapshot.staged is not None:
                 await asyncio.wait([snapshot.staged])  # a write under way ends before its files and images go
             self._free(snapshot)
-        self._drop_sealed(head.attempt)  # by members whose node as a whole did not vote
+        self._drop_images(head.attempt)  # sealed by members whose node as a whole did not vote
         await asyncio.to_thread(self._disk.discard, head)
-
-    def _drop_sealed(self, attempt: str) -> None:
-        for key, slot in list(self._slots.items()):
-            if slot.image.state is ImageState.SEALED:
-                self._give_back(key, attempt)
 
     async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
         """Deletes a committed attempt that retention lets go; see NodeDisk.collect."""
@@ -438,38 +418,11 @@ class Stager:
         return await self._processes.poll(process, answer, wait_s)
 
     async def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
-        """Paths of free images with room for what a member will write. Raises SnapshotError if memory is too small."""
-        async with self._providing:
-            return await self._provide(process, requests)
-
-    async def _provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
-        for request in requests:
-            key = (request.member, request.component)
-            slot = self._slots.get(key)
-            if slot is not None and slot.image.state is ImageState.SEALED and slot.image.attempt in self._snapshots:
-                raise SnapshotError(
-                    f"the image of {request.member}.{request.component} still waits to be staged for attempt "
-                    f"{slot.image.attempt}",
-                    member=request.member,
-                    node=self.node,
-                )
-            if slot is not None and (slot.process != process or slot.image.capacity < request.nbytes):
-                del self._slots[key]
-                self._room.destroy(slot.image)
-                slot = None
-            if slot is None:
-                image = await asyncio.to_thread(self._room.create, request.nbytes)
-                self._slots[key] = _Slot(image, process)
-            elif slot.image.state is not ImageState.FREE:  # half-copied for an attempt that failed, or staged
-                slot.image.free()
-        return {(r.member, r.component): str(self._slots[r.member, r.component].image.path) for r in requests}
+        """Paths of free images with room for what a member will write; see Slots.provide."""
+        return await self._slots.provide(process, requests, self._snapshots)
 
     def _on_death(self, process: str) -> None:
-        for key, slot in list(self._slots.items()):
-            # A sealed image outlives its process: the attempt it belongs to may still commit.
-            if slot.process == process and slot.image.state is not ImageState.SEALED:
-                del self._slots[key]
-                self._room.destroy(slot.image)
+        self._slots.bury(process)
 
     # -- finding shards for a resume
 

@@ -122,6 +122,7 @@ def _config(settings: Options) -> StagerConfig:
         holder=f"pid {os.getpid()} on {hostname}, Ray node {context.get_node_id()}",
         address=f"{hostname}:{staging}",
         block_bytes=settings.block_bytes,
+        images_per_component=1 if settings.snapshot_freq is None else 2,
     )
 
 

@@ -133,7 +133,12 @@ class World:
     # -- building
 
     def attach(self, **options: Any) -> Any:
-        defaults: dict[str, Any] = {"save_freq": 1, "heartbeat_s": 0.5, "linger_s": 600}
+        defaults: dict[str, Any] = {
+            "save_freq": 1,
+            "heartbeat_s": 0.5,
+            "linger_s": 600,
+            "return_deadline_s": LIMIT_S,
+        }
         self.run = lastgood.attach(self.name, store=self.store, staging=self.staging, **{**defaults, **options})
         return self.run
 

@@ -28,6 +28,7 @@ def run_seed(
     world = World(2 if draw() < 0.6 else 3, pausable=draw() < 0.3, plant=plant, invariants=invariants)
     world.trace = trace
     names = list(world.nodes)
+    world.saving = 0.8 if draw() < 0.6 else 0.2  # else most steps are only kept in memory
     loss = 0.25 * draw() if draw() < 0.6 else 0.0
     doubling = 0.1 if draw() < 0.4 else 0.0
     trouble = 0.04 + 0.3 * draw() * draw()  # share of actions that are faults
@@ -56,19 +57,20 @@ def _train(world: World, draw: Callable[[], float]) -> None:
     busy = [node for node in world.nodes.values() if not node.updating]
     roll = draw()
     if leader is not None and roll < 0.15:
-        world.ask(leader, "tagged" if draw() < 0.3 else None, None if draw() < 0.6 else 0.5 + 5.0 * draw())
+        deadline_s = None if draw() < 0.6 else 0.5 + 5.0 * draw()
+        world.ask(leader, "tagged" if draw() < 0.3 else None, deadline_s, from_memory=draw() < 0.3)
     elif leader is not None and roll < 0.2 and len(busy) == len(world.nodes):
         world.open_window(leader, due=True)  # a step's end is told once more
     elif leader is not None and leader.core.requests.window is None and len(busy) == len(world.nodes) and roll < 0.9:
         if leader.core.heard:
-            world.open_window(leader, due=draw() < 0.8)
+            world.open_window(leader, due=draw() < world.saving, memory=draw() < 0.8)
     elif busy:
         if leader is not None and draw() < 0.6:
             leader.feed(ev.WindowClosed())
         for node in busy if draw() < 0.8 else [busy[int(draw() * len(busy))]]:
             world.begin_update(node.name)
     else:
-        world.end_update(due=draw() < 0.8)
+        world.end_update(due=draw() < world.saving, memory=draw() < 0.8)
 
 
 def _mend(world: World, draw: Callable[[], float]) -> bool:

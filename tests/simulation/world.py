@@ -120,6 +120,7 @@ class World:
         self.stalled: list[Call] = []  # lost on the way; a timeout tells their coordinator
         self.cut: set[tuple[int, str]] = set()  # (epoch, node) pairs that cannot talk
         self.windows = 0
+        self.saving = 0.8  # share of steps at which a save is due
         self.invariants = invariants
         self._plant = plant
         self._core_type = planted.CORES.get(plant, Protocol)
@@ -253,7 +254,7 @@ class World:
     def begin_update(self, node: str) -> None:
         self.nodes[node].updating = True
 
-    def end_update(self, due: bool) -> None:
+    def end_update(self, due: bool, memory: bool = False) -> None:
         """Every member has ended its update; the leader is told."""
         for node in self.nodes.values():
             node.step += 1
@@ -261,9 +262,9 @@ class World:
             node.updating = False
         leader = self.leader
         if leader is not None:
-            self.open_window(leader, due)
+            self.open_window(leader, due, memory)
 
-    def open_window(self, coordinator: Coordinator, due: bool) -> None:
+    def open_window(self, coordinator: Coordinator, due: bool, memory: bool = False) -> None:
         """What Driver.open_window does, in one go."""
         self.windows += 1
         core = coordinator.core
@@ -278,12 +279,16 @@ class World:
                 coordinator.feed(ev.Fenced(str(error)))
                 return
         step = next(iter(self.nodes.values())).step
-        coordinator.feed(ev.WindowOpened(step, reports, failures, Decision(due, "the test says so")))
+        said = "the test says so"
+        coordinator.feed(ev.WindowOpened(step, reports, failures, Decision(due, said), memory=Decision(memory, said)))
 
-    def ask(self, coordinator: Coordinator, tag: str | None, deadline_s: float | None) -> str:
+    def ask(
+        self, coordinator: Coordinator, tag: str | None, deadline_s: float | None, *, from_memory: bool = False
+    ) -> str:
         """Somebody wants a checkpoint."""
         request_id = f"r{next(self._requests)}"
-        coordinator.feed(ev.Asked(SaveRequest(request_id, SaveKind.MANUAL, "asked", tag, "somebody", deadline_s)))
+        request = SaveRequest(request_id, SaveKind.MANUAL, "asked", tag, "somebody", deadline_s, from_memory)
+        coordinator.feed(ev.Asked(request))
         return request_id
 
     def register(self, node: str) -> None:

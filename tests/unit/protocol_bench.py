@@ -89,9 +89,10 @@ class Bench:
         reports = tuple(MemberReport(m, step, count, COMPONENTS[m.role]) for m in HOSTS[node])
         return NodeSnapshot(node, reports)
 
-    def open(self, step: int, due: bool = False) -> list[cmd.Command]:
+    def open(self, step: int, due: bool = False, *, memory: bool = False) -> list[cmd.Command]:
         reports = {node: self.report(node, step) for node in HOSTS}
-        return self.feed(ev.WindowOpened(step, reports, due=Decision(due, "every step")))
+        said = "every step"
+        return self.feed(ev.WindowOpened(step, reports, due=Decision(due, said), memory=Decision(memory, said)))
 
     def ask(
         self,
@@ -100,8 +101,10 @@ class Bench:
         tag: str | None = None,
         kind: SaveKind = SaveKind.MANUAL,
         deadline_s: float | None = None,
+        from_memory: bool = False,
     ) -> list[cmd.Command]:
-        return self.feed(ev.Asked(SaveRequest(request_id, kind, f"because of {request_id}", tag, "me", deadline_s)))
+        reason = f"because of {request_id}"
+        return self.feed(ev.Asked(SaveRequest(request_id, kind, reason, tag, "me", deadline_s, from_memory)))
 
     def shards(self, node: str) -> tuple[ShardRecord, ...]:
         return tuple(shard(m, name, node) for m in HOSTS[node] for name in COMPONENTS[m.role])

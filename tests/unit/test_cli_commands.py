@@ -35,8 +35,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return SimpleNamespace(state=SaveState(state), step=400, attempt="01JD")
 
     class Run:
-        def save(self, tag: str | None = None, *, deadline_s: float | None = None, reason: str = "") -> Handle:
-            asked["save"] = (tag, deadline_s, reason)
+        def save(self, tag: str | None, *, deadline_s: float | None, reason: str, from_memory: bool) -> Handle:
+            asked["save"] = (tag, deadline_s, reason, from_memory)
             return Handle()
 
         def status(self) -> dict[str, Any]:
@@ -57,11 +57,24 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_save_passes_on_what_was_asked_and_tells_how_far_it_came(calls: dict[str, Any]) -> None:
-    done = invoke("save", "qwen", "--tag", "pre", "--deadline", "30", "--wait", "durable", "--timeout", "60", "--json")
+    done = invoke(
+        "save",
+        "qwen",
+        "--tag",
+        "pre",
+        "--deadline",
+        "30",
+        "--wait",
+        "durable",
+        "--timeout",
+        "60",
+        "--from-memory",
+        "--json",
+    )
     assert done.exit_code == 0
     assert calls == {
         "connect": ("qwen", "auto"),
-        "save": ("pre", 30.0, "asked for on the command line"),
+        "save": ("pre", 30.0, "asked for on the command line", True),
         "wait": ("durable", {"timeout_s": 60.0}),
     }
     assert json.loads(done.stdout) == {"save": {"state": "durable", "step": 400, "attempt": "01JD"}}

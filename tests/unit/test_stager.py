@@ -94,8 +94,9 @@ class LocalLink:
 class Node:
     """One node: a stager with its directories, on its own loop."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, images_per_component: int = 1) -> None:
         self.root = root
+        self.images_per_component = images_per_component
         self.loop = Loop()
         self.changes = 0
         self.stager = self.open()
@@ -106,7 +107,8 @@ class Node:
             store.create_exclusive(RunPaths("", "run").epoch(epoch), EpochNote(epoch=epoch).to_bytes())
 
         async def build() -> Stager:
-            config = StagerConfig("run", self.root / "staging", self.root, f"pid {os.getpid()}", "here", 5 << 20)
+            holder, images = f"pid {os.getpid()}", self.images_per_component
+            config = StagerConfig("run", self.root / "staging", self.root, holder, "here", 5 << 20, images)
             return Stager(config, store, self.no_peer, self.changed)
 
         return self.loop.run(build())
@@ -434,7 +436,8 @@ def test_an_image_that_was_not_sealed_for_the_attempt_is_never_staged(node: Node
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
     shard = node.stager._snapshots["A1"].shards[0]
-    image = node.stager._slots[shard.member, shard.component].image
+    image = node.stager._slots.find((shard.member, shard.component), shard.image)
+    assert image is not None
     used = image.used_bytes
     for state, attempt, nbytes in (
         (ImageState.FILLING, "A1", used),
@@ -691,3 +694,33 @@ def test_a_silent_process_is_named_by_its_deadline(node: Node) -> None:
     node.call("register", "p1", os.getpid(), pid_namespace_of_this_process(), [info])
     with pytest.raises(DeadlineError, match="actor:0"):
         node.call("mark", 1, 1, 0.05)
+
+
+def test_a_snapshot_in_memory_outlives_the_next_copy_and_its_process(tmp_path: Path) -> None:
+    node = Node(tmp_path, images_per_component=2)
+    agent = Agent("run", LocalLink(node))
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    names = ("A1", "A2", "A3", "A4")
+    for number, name in enumerate(names, start=1):  # each is kept until the next one is whole
+        update(state)
+        node.call("mark", 1, number, 30.0)
+        snapshot(node, head(name, step=number, sequence=number))
+        if number > 1:
+            node.call("discard", 1, head(names[number - 2], step=number - 1, sequence=number - 1))
+    folder = next(tmp_path.glob("lastgood.*"))
+    assert len(list(folder.glob("image-*"))) == 2 * 3  # two for each component, used in turn
+    agent.close()
+    other = Agent("run", LocalLink(node))  # a new process of the same member finds room, not the old one's image
+    other.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 4, 30.0)
+    snapshot(node, head("A5", step=4, sequence=5))
+    with pytest.raises(SnapshotError, match="still waits to be staged for attempt A4, A5"):
+        snapshot(node, head("A6", step=4, sequence=6))
+    manifest = Manifest.from_bytes(commit(node, head("A4", step=4, sequence=4)), where="m")
+    (place,) = (tmp_path / "staging/run/global_step_4/A4/actor").glob("*model*")
+    saved = load_file(place)
+    assert torch.equal(saved["weight"], state["model"].weight)
+    assert manifest.step == 4
+    other.close()
+    node.close()

@@ -1,0 +1,120 @@
+"""The memory tier: the newest snapshot that lies whole in memory, staged only when it is needed.
+
+Part of the protocol core (as pure as protocol.py). The rules:
+
+- At most one attempt is held. The next attempt whose copy is whole supersedes it, of whatever kind.
+- No snapshot for memory is started while a save is under way: that save's own images are as new.
+- It is staged when a member is gone (a process crash then costs the step in progress, no more), when a save of the same
+  window is asked for, or when somebody asks for what is in memory. It takes the foreground as soon as that is free.
+- What is given up while it is held was never on a disk: no record is needed, its images are just freed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from .attempt import Attempt, Pending
+from .messages import Blame, SaveState
+from .moves import COPYING, Cause
+
+if TYPE_CHECKING:
+    from .protocol import Protocol
+
+
+class Memory:
+    """What one Protocol holds in memory."""
+
+    def __init__(self, core: Protocol) -> None:
+        self._core = core
+        self.held: Attempt | None = None
+        self._wanted: str | None = None  # why the held one is to be staged
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the held snapshot waits for its turn to be staged."""
+        return self._wanted is not None
+
+    def hold(self, attempt: Attempt) -> None:
+        """The attempt's copy is whole, and nobody asks for more: training goes on, the images stay."""
+        core = self._core
+        attempt.move(Cause.ALL_HELD, core.now_s, "it stays in memory; training may go on")
+        core.foreground = None
+        self.supersede(attempt)
+        self.held = attempt
+        core.announce(attempt, SaveState.SNAPSHOT)
+        attempt.requests = []
+
+    def supersede(self, newer: Attempt) -> None:
+        """A newer copy is whole: it serves whoever waits for the held one, which goes."""
+        held = self.held
+        if held is None or held is newer:
+            return
+        for pending in held.requests:
+            newer.strengthen(pending)
+            self._core.requests.serve(pending, newer)
+        held.requests = []
+        self.drop(f"the snapshot of step {newer.head.step} is whole")
+
+    def drop(self, why: str) -> None:
+        """The held snapshot is of no use any more (or is lost); requests that wait for it are told."""
+        held, self.held, self._wanted = self.held, None, None
+        if held is None:
+            return
+        held.superseded = True
+        held.move(Cause.SUPERSEDED, self._core.now_s, why)
+        if held.requests:
+            held.blame = Blame("held", f"the snapshot in memory is gone: {why}")
+            self._core.announce(held, SaveState.ABORTED)
+            held.requests = []
+        else:
+            held.announced = SaveState.ABORTED
+
+    def want(self, reason: str) -> None:
+        """The held snapshot, if there is one, is to be staged; at once or as soon as no other save is under way."""
+        held = self.held
+        if held is None or self._wanted is not None:
+            return
+        self._wanted = reason
+        if reason:
+            held.reason = f"{held.reason}; {reason}" if held.reason else reason
+        held.tell(self._core.now_s, f"wanted: {reason}")
+
+    def ask(self, pending: Pending) -> Blame | None:
+        """A request for what lies in memory joins it. Answers why there is nothing to serve it with."""
+        core = self._core
+        attempt = self.held
+        if attempt is None and core.foreground is not None and core.foreground.phase not in COPYING:
+            attempt = core.foreground  # whole in memory too, and on its way already
+        if attempt is None:
+            return Blame("requested", "no snapshot is in memory (option snapshot_freq keeps one)")
+        attempt.strengthen(pending)
+        core.requests.serve(pending, attempt)
+        if attempt is self.held:
+            self.want(pending.request.reason)
+        core.tell_joined(attempt, pending)
+        return None
+
+    def next_deadline_s(self) -> float:
+        """When the first request that waits for the held snapshot gives up."""
+        held = self.held
+        return min((pending.deadline_s for pending in held.requests), default=math.inf) if held else math.inf
+
+    def settle(self) -> None:
+        """Ends requests whose time is up, and stages what is wanted when nothing else is under way."""
+        core, held = self._core, self.held
+        if held is None:
+            return
+        for pending in [p for p in held.requests if p.deadline_s <= core.now_s]:
+            held.requests.remove(pending)
+            core.requests.end(pending, Blame("held", "the save that is under way did not end before the deadline"))
+        if self._wanted is None or core.foreground is not None:
+            return
+        unheard = [node for node in held.participants if node not in core.heard]
+        if unheard:
+            self.drop(f"the stager of {', '.join(unheard)} is not heard")
+            return
+        self.held = self._wanted = None
+        core.foreground = held
+        held.move(Cause.WANTED, core.now_s, held.reason)
+        held.phase_deadline_s = core.now_s + core.settings.deadlines.stage_s

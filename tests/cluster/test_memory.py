@@ -1,0 +1,63 @@
+"""Snapshots that stay in memory: a crash costs the step in progress, not those since the last save."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+import lastgood
+
+from .world import World, kill, until
+
+
+def keep(world: World, *steps: int) -> None:
+    for step in steps:
+        outcome = world.step(step)
+        assert outcome.in_memory and outcome.saved is None, outcome
+
+
+def in_mid_update(world: World) -> list:
+    """Both ranks stand half-way through the next update until they are killed."""
+    updates = [rank.train.remote(str(world.root / "hold")) for rank in world.ranks]
+    until(lambda: len(list(world.root.glob("hold.*.busy"))) == 2, "both ranks in mid-update")
+    return updates
+
+
+def test_when_a_rank_dies_in_mid_update_the_last_finished_step_is_saved_and_resumed(world: World) -> None:
+    world.start(save_freq=50, snapshot_freq=1)
+    world.run.resume()
+    pids = ray.get([rank.pid.remote() for rank in world.ranks])
+    keep(world, 1, 2, 3)
+    after = world.digests()
+    assert world.run.checkpoints() == []
+    updates = in_mid_update(world)
+    kill(pids[0])
+    world.committed(3)
+    del updates
+    world.new_ranks(seed=9)
+    world.join()
+    assert world.run.resume().step == 3
+    assert world.digests() == after
+    keep(world, 4)
+    world.run.close()  # the last step is saved from memory
+    assert (world.store / world.name / "global_step_4" / "COMPLETED").exists()
+
+
+def test_what_is_in_memory_is_saved_on_request_in_mid_update_and_after_every_rank_died(world: World) -> None:
+    world.start(save_freq=50, snapshot_freq=2)
+    world.run.resume()
+    pids = ray.get([rank.pid.remote() for rank in world.ranks])
+    assert not world.step(1).in_memory
+    keep(world, 2)
+    updates = in_mid_update(world)
+    other = lastgood.connect(world.name)
+    saved = other.save(tag="rescue", from_memory=True).wait("committed")
+    assert (saved.step, world.checkpoint(2).tag) == (2, "rescue")
+    with pytest.raises(lastgood.errors.SaveFailedError, match="no snapshot is in memory"):
+        other.save(from_memory=True).wait("committed")
+    for pid in pids:
+        kill(pid)
+    del updates
+    world.new_ranks(seed=9)
+    world.join()
+    assert world.run.resume().step == 2

@@ -1,0 +1,184 @@
+"""The memory tier: the newest whole snapshot stays in memory, and is saved when a process dies or somebody asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lastgood.coordinator import commands as cmd
+from lastgood.coordinator import events as ev
+from lastgood.coordinator.messages import SaveKind, SaveState
+from lastgood.coordinator.moves import Phase
+from lastgood.coordinator.report import lagging, unsettled
+from tests.unit.protocol_bench import ACTOR0, ACTOR1, Bench
+
+
+def held(*steps: int) -> Bench:
+    """A bench whose core has kept these steps in memory, one after the other."""
+    bench = Bench()
+    for step in steps:
+        keep(bench, step)
+    return bench
+
+
+def keep(bench: Bench, step: int) -> None:
+    bench.feed(ev.WindowClosed())
+    bench.open(step, memory=True)
+    bench.to_the_end()
+
+
+def committed_steps(bench: Bench) -> list[int]:
+    attempts = sorted(bench.core.attempts.values(), key=lambda a: a.order)
+    return [a.head.step for a in attempts if a.announced in (SaveState.COMMITTED, SaveState.DURABLE)]
+
+
+def told(bench: Bench, request_id: str) -> cmd.Announce:
+    return [announce for announce in bench.said(cmd.Announce) if request_id in announce.request_ids][-1]
+
+
+def test_a_kept_snapshot_lets_training_go_on_and_touches_no_disk() -> None:
+    bench = held(1)
+    assert bench.attempt.phase is Phase.HELD and bench.core.memory.held is bench.attempt
+    assert not bench.core.holds_training and bench.core.foreground is None
+    assert not bench.said(cmd.Stage) and bench.core.failures == 0
+    assert not lagging(bench.core) and not unsettled(bench.core)
+
+
+def test_the_next_snapshot_supersedes_it_once_it_is_whole_and_leaves_no_record() -> None:
+    bench = held(1)
+    bench.open(2, memory=True)
+    first, second = bench.core.memory.held, bench.core.foreground
+    assert first is not None and second is not None and first.head.step == 1
+    snapshots = bench.until(cmd.Snapshot)
+    bench.answer(snapshots[0])
+    assert bench.core.memory.held is first  # the second is not whole yet
+    bench.answer(snapshots[1])
+    assert bench.core.memory.held is second and first.phase is Phase.ABORTING
+    bench.to_the_end()
+    assert first.phase is Phase.ABORTED and {c.node for c in bench.said(cmd.Discard)} == {"n1", "n2"}
+    assert not bench.said(cmd.Refuse) and bench.core.failures == 0
+
+
+def test_when_a_member_dies_the_snapshot_is_saved() -> None:
+    bench = held(1, 2)
+    bench.feed(ev.WindowClosed())
+    bench.feed(ev.MemberDropped(ACTOR1, "SIGKILL"))
+    assert unsettled(bench.core)  # a resume waits for it
+    bench.to_the_end()
+    assert committed_steps(bench) == [2] and bench.core.memory.held is None
+    draft = bench.said(cmd.BuildManifest)[-1].draft
+    assert draft.kind is SaveKind.MEMORY and "actor:1 is gone: SIGKILL" in draft.reason
+
+
+def test_when_a_member_dies_during_the_next_copy_the_one_before_is_saved() -> None:
+    bench = held(1)
+    bench.open(2, memory=True)
+    bench.answer(bench.until(cmd.Snapshot)[0])
+    bench.feed(ev.MemberDropped(ACTOR1, "SIGKILL"))
+    bench.to_the_end()
+    assert committed_steps(bench) == [1]
+
+
+def test_a_save_that_is_due_supersedes_it_and_one_of_the_same_window_is_made_from_it() -> None:
+    bench = held(1)
+    bench.ask("r", tag="now")  # the window of step 1 is still open
+    assert len(bench.core.attempts) == 1 and bench.core.foreground is bench.attempt
+    bench.to_the_end()
+    assert committed_steps(bench) == [1] and len(bench.said(cmd.Snapshot)) == 2
+    assert bench.said(cmd.BuildManifest)[-1].draft.tag == "now"
+    keep(bench, 2)
+    bench.open(3, due=True, memory=True)
+    bench.to_the_end()
+    assert committed_steps(bench) == [1, 3]
+
+
+def test_a_final_save_of_the_step_in_memory_copies_nothing_again() -> None:
+    bench = held(1)
+    bench.ask("close", kind=SaveKind.FINAL)
+    bench.to_the_end()
+    assert committed_steps(bench) == [1] and len(bench.said(cmd.Snapshot)) == 2
+
+
+def test_no_snapshot_is_kept_while_a_save_is_under_way() -> None:
+    bench = Bench()
+    bench.open(1, due=True)
+    bench.until(cmd.Stage)
+    keep_open = len(bench.core.attempts)
+    bench.feed(ev.WindowClosed())
+    bench.open(2, memory=True)
+    assert len(bench.core.attempts) == keep_open and not bench.core.holds_training
+    bench.to_the_end()
+    assert committed_steps(bench) == [1]
+
+
+def test_what_is_in_memory_is_saved_on_request_whatever_the_members_do() -> None:
+    bench = held(4)
+    bench.feed(ev.WindowClosed())
+    bench.ask("r", from_memory=True, tag="rescue")
+    bench.to_the_end()
+    assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
+    assert committed_steps(bench) == [4]
+    bench.ask("s", from_memory=True)
+    assert "no snapshot is in memory" in str(told(bench, "s").blame)
+
+
+def test_a_request_for_memory_joins_the_save_that_is_whole_in_memory_already() -> None:
+    bench = Bench()
+    bench.open(1, due=True)
+    bench.ask("early", from_memory=True)
+    assert told(bench, "early").state is SaveState.ABORTED  # still being copied
+    bench.until(cmd.Stage)
+    bench.ask("r", from_memory=True)
+    bench.to_the_end()
+    assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
+
+
+def test_it_waits_for_the_save_under_way_and_a_request_for_it_keeps_its_deadline() -> None:
+    bench = held(1)
+    bench.open(2, due=True)
+    snapshots = bench.until(cmd.Snapshot)
+    bench.answer(snapshots[0])
+    bench.ask("short", from_memory=True, deadline_s=1)
+    bench.ask("long", from_memory=True, deadline_s=50)
+    assert unsettled(bench.core)
+    bench.feed(ev.Tick(), after_s=1.1)
+    assert "under way did not end" in str(told(bench, "short").blame)
+    bench.answer(snapshots[1])  # the newer copy is whole: it serves the one that waits
+    bench.to_the_end()
+    assert committed_steps(bench) == [2]
+    assert told(bench, "long").state in (SaveState.COMMITTED, SaveState.DURABLE)
+
+
+def test_a_failed_save_leaves_the_snapshot_in_memory_and_what_waits_for_it_goes_on() -> None:
+    bench = held(1)
+    bench.open(2, due=True)
+    bench.until(cmd.Snapshot)
+    bench.ask("r", from_memory=True)
+    bench.feed(ev.SnapshotFailed(bench.attempt.id, "n1", "no", ACTOR0))
+    bench.to_the_end()
+    assert committed_steps(bench) == [1]
+    assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
+
+
+@pytest.mark.parametrize("how", ["restarted", "unheard", "resumed", "closed"])
+def test_a_snapshot_that_is_lost_or_of_no_use_is_given_up_without_a_failure(how: str) -> None:
+    bench = held(1)
+    if how == "restarted":
+        bench.incarnations["n1"] += 1
+        bench.hear("n1")
+    elif how == "unheard":
+        bench.feed(ev.NodeLost("n1", "gone"))
+        assert bench.core.memory.held is not None  # it may be heard again, with its images
+        bench.ask("r", from_memory=True)
+        assert "n1 is not heard" in str(told(bench, "r").blame)
+        bench.hear("n1")
+    elif how == "resumed":
+        bench.feed(ev.Resumed(None))
+    else:
+        bench.feed(ev.MemoryDropped("the run was closed"))
+    assert bench.core.memory.held is None
+    bench.to_the_end()
+    assert committed_steps(bench) == [] and bench.core.failures == 0
+    assert {c.node for c in bench.said(cmd.Discard)} == {"n1", "n2"}
+    bench.open(2, due=True)
+    bench.to_the_end()
+    assert committed_steps(bench) == [2]
