@@ -22,6 +22,7 @@ from ..storage.errors import DeadlineError, LastgoodError, UsageError
 from ..storage.layout import check_name
 from ..workers.install import agent_of
 from ..workers.stager_actor import find_stagers
+from . import sigterm
 from .link import CALL_S, RETRY_S, CoordinatorLink
 from .run import Run, start_stager
 
@@ -62,7 +63,10 @@ def attach(
             _end_all(settings.run)  # what this call has just made cannot lead; nothing is left behind
         raise
     agent_of(settings.run).join()  # as long as this process lives, the run has somebody
-    return Run(settings, link, leads=True)
+    run_ = Run(settings, link, leads=True)
+    if settings.save_on_preemption and not sigterm.save_on_sigterm(run_.name, run_.save_before_the_end):
+        log.info("attach was not called in the main thread: SIGTERM ends this process without a save")
+    return run_
 
 
 def connect(run: str, *, address: str | None = None) -> Run:

@@ -39,6 +39,7 @@ from ..storage.layout import check_name
 from ..workers.install import InstallOrder, RankFunction, StateFunction, agent_of, install, leave, leave_actor, where
 from ..workers.member import Member
 from ..workers.stager_actor import create_stager
+from . import sigterm
 from .link import CALL_S, RETRY_S, CoordinatorLink
 
 log = logging.getLogger("lastgood")
@@ -377,6 +378,7 @@ class Run:
                 waited_s=limit_s,
             )
         self._closed = True
+        sigterm.forget(self.name)
         for handle in {handle._actor_id: handle for group in self._handles.values() for handle in group}.values():
             try:
                 ray.get(handle.__ray_call__.remote(leave_actor, self.name), timeout=CALL_S)
@@ -395,6 +397,24 @@ class Run:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.close()
+
+    def save_before_the_end(self) -> None:
+        """What SIGTERM does first: commits the last finished step unless it is committed, and waits for durable too.
+
+        Returns within option preemption_wait_s; the save itself has no deadline of its own: once it is copied it
+        commits without this process. May be called from any thread. Raises SaveFailedError or DeadlineError.
+        """
+        until = time.monotonic() + self.options.preemption_wait_s
+        request = SaveRequest(ulid(), SaveKind.FINAL, "SIGTERM in the driver", None, _who())
+        link = CoordinatorLink(self.name)  # another thread may be in a call of ours
+        outcome = link.call("save", request, timeout_s=self.options.preemption_wait_s)
+        handle = SaveHandle(link, request, outcome)
+        outcome = handle.wait(SaveState.COMMITTED, max(0.0, until - time.monotonic()))
+        log.warning("step %s of run %s is committed (attempt %s)", outcome.step, self.name, outcome.attempt)
+        try:
+            handle.wait(SaveState.DURABLE, max(0.0, until - time.monotonic()))
+        except DeadlineError as error:
+            log.warning("it stands on the nodes' disks: %s", error)
 
     def _must_lead(self, what: str) -> None:
         if not self._leads:

@@ -38,13 +38,13 @@ from .messages import (
     SaveState,
     SnapshotOrder,
 )
-from .names import DRIVER_ROLE, NAMESPACE, coordinator_name, stager_prefix
+from .names import DRIVER_ROLE, NAMESPACE, coordinator_name, stager_name, stager_prefix
 from .options import Options
 from .outcomes import DrainOutcome, SaveOutcome
 from .ownership import Identity
-from .ray_names import named_actors, session_dir
+from .ray_names import draining_nodes, named_actors, session_dir
 from .restore import Restored
-from .service import Missing, ResumeTermsOrder, Service, StepOutcome, versions
+from .service import Missing, Notice, ResumeTermsOrder, Service, StepOutcome, versions
 
 log = logging.getLogger("lastgood.coordinator")
 
@@ -175,7 +175,7 @@ class CoordinatorActor:
         cluster = Path(session_dir()).name
         address = f"{socket.gethostname()} pid {os.getpid()}, Ray {cluster}"
         identity = Identity(cluster, ulid(), address)
-        service = Service(self._options, store, identity, self._discover, self._shut_down)
+        service = Service(self._options, store, identity, self._discover, self._shut_down, self._notices)
         await service.boot()
         self._service = service
         return service
@@ -187,6 +187,14 @@ class CoordinatorActor:
         found = named_actors(stager_prefix(self._options.run))
         self._ports = {name: self._ports.get(name) or RayStagerPort(name, handle) for name, handle in found.items()}
         return list(self._ports.values())
+
+    async def _notices(self) -> list[Notice]:
+        """Nodes of the run that Ray is draining (a spot instance's notice, an autoscaler, `ray drain-node`)."""
+        return [
+            Notice(node, f"Ray drains node {node}" + ("" if left_s is None else f", {left_s:.0f} s are left"))
+            for node, left_s in (await asyncio.to_thread(draining_nodes)).items()
+            if stager_name(self._options.run, node) in self._ports
+        ]
 
     async def _shut_down(self) -> None:
         for port in self._ports.values():

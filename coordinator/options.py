@@ -138,6 +138,14 @@ class Options(BaseSettings):
         3, "a whole number, at least 1", "With on_failure=continue, this many failed saves in a row raise.", ge=1
     )
 
+    save_on_preemption: bool = _option(
+        True,
+        "true or false",
+        "SIGTERM in the driver, and Ray's notice that a node of the run is drained, save the last finished step.",
+    )
+    preemption_wait_s: float = _deadline(
+        25.0, "How long SIGTERM waits for that save before it ends the driver; what is copied by then still commits."
+    )
     save_deadline_s: float = _deadline(900.0, "From the request of a save to its commit, unless the request says less.")
     snapshot_deadline_s: float = _deadline(60.0, "From the order to copy state until the last member has copied it.")
     stage_deadline_s: float = _deadline(600.0, "From the snapshot until every node has written and fsynced its shards.")

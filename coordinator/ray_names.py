@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import ray
@@ -27,3 +28,13 @@ def session_dir() -> str:
     """The directory of the live Ray session, where nothing may be kept: Ray deletes it. Empty without a session."""
     node = ray._private.worker._global_node  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
     return node.get_session_dir_path() if node is not None else ""
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Ray node id -> seconds until the node is taken away (None: not known), for every node that is being drained.
+
+    Ray has no public call for it; this is the one that Ray Train's preemption watcher uses (ray 2.60).
+    """
+    told: dict[str, int] = ray._private.state.state.get_draining_nodes()  # pyright: ignore
+    now_ms = time.time() * 1000
+    return {node: (deadline_ms - now_ms) / 1000 if deadline_ms else None for node, deadline_ms in told.items()}

@@ -68,7 +68,16 @@ class StagerPort(ParticipantPort, RestorePort, Protocol):
     async def close_down(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Notice:
+    """Word that a node of the run will be taken away. `key` names it, however often it is told."""
+
+    key: str
+    reason: str  # a sentence
+
+
 Discover = Callable[[], Awaitable[Sequence[StagerPort]]]
+Notices = Callable[[], Awaitable[Sequence[Notice]]]
 
 
 @dataclass(frozen=True)
@@ -102,12 +111,16 @@ class Service:
         identity: Identity,
         discover: Discover,
         shut_down: Callable[[], Awaitable[None]],
+        notices: Notices,
     ) -> None:
-        """`discover` lists the live stagers; `shut_down` ends stagers and this process once nothing is left to do."""
+        """`discover` lists the live stagers; `shut_down` ends stagers and this process once nothing is left to do;
+        `notices` tells which of the run's nodes are about to go."""
         self.options = options
         self._store = store
         self._discover = discover
         self._shut_down = shut_down
+        self._notices = notices
+        self._noticed: set[str] = set()
         self._paths = RunPaths("", options.run)
         self._ownership = Ownership(store, self._paths, identity, options.heartbeat_s * BEATS_PER_OWNER)
         self._identity = identity
@@ -568,6 +581,7 @@ class Service:
             await asyncio.sleep(self.options.heartbeat_s)
             try:
                 await asyncio.gather(*(self._feel_pulse(node, missed) for node in list(self._ports)))
+                await self._heed_notices()
                 await self._tell_owner()
                 await self._collect()
                 if any(self._processes.values()):
@@ -584,6 +598,20 @@ class Service:
                 return
             except Exception:
                 log.exception("one heartbeat of run %s failed; the next one tries again", self.options.run)
+
+    async def _heed_notices(self) -> None:
+        """Saves the last finished step, once, when a node of the run is about to be taken away."""
+        if not self.options.save_on_preemption:
+            return
+        for notice in await self._notices():
+            if notice.key in self._noticed:
+                continue
+            self._noticed.add(notice.key)
+            log.warning("%s: the last finished step is saved", notice.reason)
+            request_id = f"notice-{self.epoch}-{notice.key}"
+            outcome = await self.save(SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster"))
+            if outcome.blame is not None:
+                log.error("%s, and no save is made: %s", notice.reason, outcome.blame)
 
     async def _tell_owner(self) -> None:
         """Refreshes owner.json when it is time. Raises FencedError when a newer coordinator leads the run."""

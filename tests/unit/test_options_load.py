@@ -72,6 +72,7 @@ def test_every_option_can_be_given_in_the_environment(monkeypatch: pytest.Monkey
         "save_first": "true",
         "save_last": "0",
         "save_total_limit": "4",
+        "save_on_preemption": "no",
         "resume": "400",
         "allow_changes": "batch_size, dataset",
         "on_reshard": "rng=rank0,dataloader=fresh",
