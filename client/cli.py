@@ -147,6 +147,33 @@ def status(run: RunArgument, address: AddressOption = "auto", as_json: JsonOptio
         output.status(run, connect(run, address=address).status())
 
 
+@app.command()
+def story(
+    run: RunArgument,
+    step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="Step that was saved, or was to be.")],
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Tells everything about the saves of one step of a live run. Exit code 1 if there were none."""
+    with _telling(as_json) as output:
+        from .attach import connect
+
+        told = connect(run, address=address).story(step)
+        output.told(run, step, told)
+        if not told:
+            raise typer.Exit(1)
+
+
+@app.command()
+def watch(run: RunArgument, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """Tells each new checkpoint of a live run when it is committed and when it is durable, until the run ends."""
+    with _telling(as_json) as output:
+        from .attach import connect
+
+        for checkpoint in connect(run, address=address).watch():
+            output.saved(checkpoint.state.value, checkpoint.step, checkpoint.attempt)
+
+
 @app.callback(invoke_without_command=True)
 def _top(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
     if version:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from ..coordinator.story import Story
     from .at_rest import CheckpointInfo, RejectedInfo, ShownInfo, VerifiedInfo
 
 
@@ -51,6 +52,10 @@ class Output(abc.ABC):
     @abc.abstractmethod
     def status(self, run: str, status: Mapping[str, Any]) -> None:
         """What a live run's coordinator knows."""
+
+    @abc.abstractmethod
+    def told(self, run: str, step: int, stories: Sequence[Story]) -> None:
+        """Everything about the saves of one step."""
 
     @abc.abstractmethod
     def failed(self, error: Exception) -> None:
@@ -129,6 +134,22 @@ class TextOutput(Output):
             table.add_row(_plain(name.replace("_", " ")), _plain(shown))
         self.console.print(table)
 
+    def told(self, run: str, step: int, stories: Sequence[Story]) -> None:
+        if not stories:
+            self._line(f"nothing is known of a save of step {step} of run {run}")
+        for story in stories:
+            tag = f", tag {story.tag}" if story.tag else ""
+            self._line(f"step {story.step}, attempt {story.attempt} ({story.kind}{tag}): {story.state}")
+            asked = f" (asked for by {story.requested_by})" if story.requested_by else ""
+            self._line(f"  why: {story.reason or 'not known'}{asked}")
+            if story.blame:
+                self._line(f"  failed: {story.blame}", good=False)
+            for member in story.members:
+                updates = "" if member.updates is None else f", {member.updates} updates"
+                self._line(f"  {member.member}: {_size(member.nbytes)}{updates}, on {member.node}")
+            for when, sentence in story.events:
+                self._line(f"  {when}  {sentence}")
+
     def failed(self, error: Exception) -> None:
         _console(stderr=True).print(Text("error: ", style="bold red") + _plain(str(error)), soft_wrap=True)
 
@@ -170,6 +191,9 @@ class JsonOutput(Output):
 
     def status(self, run: str, status: Mapping[str, Any]) -> None:
         self._write({"run": run, "status": dict(status)})
+
+    def told(self, run: str, step: int, stories: Sequence[Story]) -> None:
+        self._write({"run": run, "step": step, "stories": stories})
 
     def failed(self, error: Exception) -> None:
         self._write({"error": {"type": type(error).__name__, "message": str(error)}}, to=self.console)

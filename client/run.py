@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..coordinator.options import Options
 from ..coordinator.outcomes import SaveOutcome, reached
 from ..coordinator.restore import Restored
 from ..coordinator.service import ResumeTermsOrder, StepOutcome
+from ..coordinator.story import Story
 from ..storage.errors import (
     DeadlineError,
     LastgoodError,
@@ -350,6 +351,29 @@ class Run:
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None when there is none yet."""
         return next((found for found in self.checkpoints() if found.committed), None)
+
+    def watch(self, since: Checkpoint | None = None) -> Iterator[Checkpoint]:
+        """Yields each checkpoint when it is committed, and again when it is durable; ends when the run does.
+
+        `since`: begin with what is newer than this one (from `latest`); default: with what is new from now on.
+        A job that evaluates a checkpoint reads it while the run may already delete older ones: keep enough of them.
+        """
+        known = self.checkpoints()
+        if since is not None:
+            known = [c for c in known if (c.epoch, c.sequence) <= (since.epoch, since.sequence)]
+        seen = {checkpoint.attempt: checkpoint.durable for checkpoint in known}
+        while True:
+            try:
+                found: list[Checkpoint] = self._link.call("changed", seen, POLL_S, timeout_s=CALL_S)
+            except UsageError:
+                return  # the coordinator has ended
+            for checkpoint in found:
+                seen[checkpoint.attempt] = checkpoint.durable
+                yield checkpoint
+
+    def story(self, step: int) -> tuple[Story, ...]:
+        """Every attempt at saving `step`, oldest first: who asked, who gave what, what happened when."""
+        return self._link.call("stories", step, timeout_s=CALL_S)
 
     def status(self) -> dict[str, Any]:
         """How the run stands, as JSON-able values."""

@@ -45,6 +45,7 @@ from .ownership import Identity
 from .ray_names import draining_nodes, named_actors, session_dir
 from .restore import Restored
 from .service import Missing, Notice, ResumeTermsOrder, Service, StepOutcome, versions
+from .story import Story
 
 log = logging.getLogger("lastgood.coordinator")
 
@@ -244,6 +245,13 @@ class CoordinatorActor:
     async def checkpoints(self) -> list[Checkpoint]:
         service = await self._ready()
         return [replace(checkpoint, manifest=None) for checkpoint in service.checkpoints()]
+
+    async def stories(self, step: int) -> tuple[Story, ...]:
+        return (await self._ready()).stories(step)
+
+    async def changed(self, seen: Mapping[str, bool], timeout_s: float) -> list[Checkpoint]:
+        found = await (await self._ready()).changed(seen, timeout_s)
+        return [replace(checkpoint, manifest=None) for checkpoint in found]
 
     async def status(self) -> dict[str, Any]:
         return (await self._ready()).status()

@@ -179,6 +179,14 @@ class Announce(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Alarm(Command):
+    """To people: something is wrong with the run though its saves succeed. Nothing answers it."""
+
+    head: AttemptHead
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class WindowVerdict(Command):
     """Answers WindowOpened: whether the window is open, and the requests that are served in it."""
 

@@ -35,6 +35,7 @@ from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome, reached
 from .policies import Decision
 from .ports import ParticipantPort
 from .report import lagging, report, unsettled
+from .story import Story, stories
 
 if TYPE_CHECKING:
     from .restore import Candidate
@@ -357,8 +358,34 @@ class Driver(Engine):
             return None
 
     def status(self) -> dict[str, Any]:
-        """JSON-able: epoch, fenced, window, members missing, nodes heard, attempts under way, faults."""
-        return {**report(self.core), "faults": list(self.faults)}
+        """JSON-able: epoch, fenced, window, members missing, nodes heard, attempts under way, alarms, faults."""
+        return {**report(self.core), "alarms": list(self.alarms), "faults": list(self.faults)}
+
+    def stories(self, step: int, utc: Callable[[float], str]) -> tuple[Story, ...]:
+        """Every attempt of a step, oldest first. `utc` turns this driver's clock into text."""
+        return stories(self.core, self.checkpoints(), step, utc)
+
+    async def changed(self, seen: Mapping[str, bool], timeout_s: float) -> list[Checkpoint]:
+        """Committed checkpoints that are not in `seen` (attempt -> durable) or have become durable; oldest first.
+
+        Waits for the first of them, `timeout_s` at most.
+        """
+        self._check_alive()
+
+        def news() -> list[Checkpoint]:
+            return [c for c in self.checkpoints() if c.committed and seen.get(c.attempt) not in (c.durable, True)]
+
+        looked_at: list[int] = [-1]
+
+        def any_news() -> bool:
+            if self.rises == looked_at[0]:
+                return False  # the list is long; look at it only after something was committed or became durable
+            looked_at[0] = self.rises
+            return bool(news())
+
+        await self._until(lambda: self.core.fenced is not None or any_news(), timeout_s)
+        self._check_alive()
+        return news()[::-1]
 
     def fingerprint(self) -> dict[str, Any]:
         """What a manifest written now would say of the run; empty while members are missing."""

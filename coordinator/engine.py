@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from ..storage.store import Store
 from . import commands as cmd
 from . import events as ev
 from .holdings import Holdings
+from .messages import SaveState
 from .outcomes import SaveOutcome
 from .ports import ParticipantPort
 from .protocol import Protocol, Settings
@@ -30,6 +32,7 @@ log = logging.getLogger("lastgood.coordinator")
 
 T = TypeVar("T")
 _KEEP_OUTCOMES = 2000
+_KEEP_ALARMS = 20
 
 
 class Engine:
@@ -55,6 +58,8 @@ class Engine:
         self.settings = settings
         self.core = Protocol(settings, lambda epoch, sequence: new_attempt_id())
         self.faults: list[str] = []
+        self.alarms: deque[str] = deque(maxlen=_KEEP_ALARMS)
+        self.untold_alarms: list[str] = []  # whoever tells them to the run clears them
         self._clock = clock
         self._threads: ThreadPoolExecutor | None = None
         self._blocking = blocking if blocking is not None else self._in_thread
@@ -72,6 +77,7 @@ class Engine:
         self._hellos = itertools.count()
         self._last_hello: dict[str, int] = {}
         self._stopped = False
+        self.rises = 0  # announcements so far that something was committed or became durable
         self.on_announce: list[Callable[[cmd.Announce], None]] = []  # called for every announcement; must not raise
 
     async def stop(self) -> None:
@@ -115,6 +121,10 @@ class Engine:
         for command in commands:
             if isinstance(command, cmd.Announce):
                 self._announced(command)
+            elif isinstance(command, cmd.Alarm):
+                log.error("step %d: ALARM: %s", command.head.step, command.sentence)
+                self.alarms.append(command.sentence)
+                self.untold_alarms.append(command.sentence)
             elif isinstance(command, cmd.WindowVerdict):
                 self._verdict = command
             else:
@@ -177,6 +187,7 @@ class Engine:
 
     def _announced(self, announce: cmd.Announce) -> None:
         head = announce.head
+        self.rises += announce.state in (SaveState.COMMITTED, SaveState.DURABLE)
         for request_id in announce.request_ids:
             self._outcomes.pop(request_id, None)
             self._outcomes[request_id] = SaveOutcome(

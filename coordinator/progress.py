@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from . import commands as cmd
 from . import events as ev
 from .attempt import Attempt
 from .messages import Blame, RecordState, SaveKind, SaveState
@@ -61,6 +62,8 @@ class Progress:
         attempt.shards[event.node] = event.shards
         attempt.tell(self._core.now_s, f"{event.node} staged {len(event.shards)} shards")
         if len(attempt.shards) == len(attempt.participants):
+            for sentence in self._core.standstill.look(attempt):
+                self._core.say(cmd.Alarm(attempt.head, sentence))
             attempt.move(Cause.ALL_STAGED, self._core.now_s, "every member x component is on disk")
             attempt.phase_deadline_s = self._core.now_s + self._core.settings.deadlines.accept_s
             self._core.announce(attempt, SaveState.STAGED)

@@ -32,6 +32,7 @@ from .progress import Progress
 from .recovery import Verdict, decide
 from .requests import Requests
 from .settings import Deadlines, Settings
+from .standstill import Standstill
 from .timings import Timings
 from .votes import silent
 
@@ -68,6 +69,7 @@ class Protocol:
         self.progress = Progress(self)
         self.memory = Memory(self)
         self.timings = Timings()
+        self.standstill = Standstill()
         self.own_ids: set[str] = set()
         self._parent_is_live = False  # an own commit or a resume said so; found commits no longer matter
         self._parent_is_own = False  # it is a commit of this incarnation
@@ -491,6 +493,7 @@ class Protocol:
         self.parent, self._parent_is_live, self._parent_is_own = event.head, True, False
         self._parent_floor = self.highest_sequence
         self.memory.drop("live state was restored from a checkpoint")
+        self.standstill.forget()
         self.requests.live_state_changed()
 
     def _memory_dropped(self, event: ev.MemoryDropped) -> None:

@@ -48,6 +48,8 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "kind": attempt.kind.value,
         "tag": attempt.tag,
         "participants": list(attempt.participants),
+        "bytes": {str(r.member): r.nbytes for at in attempt.snapshots.values() for r in at.members},
+        "uploaded": sorted(attempt.uploaded),
         "blame": None if attempt.blame is None else str(attempt.blame),
         "story": [[when, sentence] for when, sentence in attempt.story[-20:]],
     }

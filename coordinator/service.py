@@ -50,6 +50,7 @@ from .ports import ParticipantPort
 from .protocol import Deadlines, Settings
 from .restore import Candidate, Restored, RestorePort, ResumeTerms, restore
 from .retention import collect_remotely, to_collect
+from .story import Story
 
 log = logging.getLogger("lastgood.coordinator")
 
@@ -92,6 +93,7 @@ class StepOutcome:
     stop: bool = False
     newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
     in_memory: bool = False  # a snapshot of this step lies whole in memory
+    alarms: tuple[str, ...] = ()  # what is wrong with the run though its saves succeed; since the last end_step
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,7 @@ class Service:
             self._saved_step = outcome.step
         failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
         self._failed.clear()
+        alarms, self._led.untold_alarms = self._led.untold_alarms, []
         if outcome.blame is not None:
             failures.append(f"step {outcome.step}: {outcome.blame}")
             log.error("step %d: %s", outcome.step, outcome.blame)
@@ -366,6 +369,7 @@ class Service:
             outcome.stop or stop,
             self.newest(),
             in_memory=bool(done),
+            alarms=tuple(alarms),
         )
 
     def _hear(self, announce: Announce) -> None:
@@ -565,6 +569,15 @@ class Service:
             "saved_step": self._saved_step,
             "missing": list(self.missing().members),
         }
+
+    def stories(self, step: int) -> tuple[Story, ...]:
+        """Every attempt of a step, with its times in UTC, oldest first."""
+        offset_s = time.time() - time.monotonic()
+        return self._led.stories(step, lambda when_s: utc_text(when_s + offset_s))
+
+    async def changed(self, seen: Mapping[str, bool], timeout_s: float) -> list[Checkpoint]:
+        """See Driver.changed."""
+        return await self._led.changed(seen, timeout_s)
 
     # -- background
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,27 @@ def test_a_save_with_a_deadline_that_passes_leaves_everything_as_it_was(world: W
     assert world.checkpoint(1) is None
     world.step(2)
     assert world.run.save(tag="now").wait("committed").step == 2
+
+
+def test_another_job_watches_every_checkpoint_until_the_run_ends_and_reads_its_story(world: World) -> None:
+    world.start()
+    world.run.resume()
+    seen: list[tuple[int, str]] = []
+    watcher = threading.Thread(
+        target=lambda: seen.extend((c.step, c.state.value) for c in lastgood.connect(world.name).watch())
+    )
+    watcher.start()
+    world.step(1)
+    world.durable(1)
+    world.step(2)
+    world.committed(2)
+    (story,) = lastgood.connect(world.name).story(2)
+    assert {part.member for part in story.members} == {"actor:0", "actor:1", "trainer:0"}
+    assert all(part.nbytes > 0 for part in story.members)
+    assert any("accepting -> committed" in sentence for _, sentence in story.events)
+    world.run.close()
+    watcher.join(90)
+    assert not watcher.is_alive()
+    assert seen[0][0] == 1
+    assert (2, "durable") in seen
+    assert len(seen) == len(set(seen))
