@@ -75,6 +75,7 @@ class NodeDisk:
         self._final: dict[str, AttemptInventory] = {}  # under _looking: attempts of which nothing changes any more
         self._looking = threading.Lock()
         self._reserving = threading.Lock()
+        self._pointing = threading.Lock()  # one at a time reads pointers and replaces them by what it has read
         self._lock = self._take_lock(holder)
         self.node = self._identity()
         self.highest_epoch = self._read_epoch()
@@ -289,7 +290,8 @@ class NodeDisk:
         failpoint("stager.publish.before_completed")
         create_once(self.paths.place(self.paths.completed(head.step, head.attempt)), completed.to_bytes())
         failpoint("stager.publish.after_completed")
-        self._publish_pointers(completed)
+        with self._pointing:
+            self._publish_pointers(completed)
 
     def _publish_pointers(self, completed: Completed) -> None:
         pointer = self.paths.place(self.paths.pointer(completed.step))
@@ -316,9 +318,10 @@ class NodeDisk:
             DurableNote(head=_head(head), noted_at=now).to_bytes(),
         )
         path = self.paths.place(self.paths.latest)
-        latest = self._read(Latest, path)
-        if isinstance(latest, Latest) and latest.attempt == head.attempt and latest.durable_at is None:
-            replace_durably(path, latest.model_copy(update={"durable_at": now}).to_bytes())
+        with self._pointing:
+            latest = self._read(Latest, path)
+            if isinstance(latest, Latest) and latest.attempt == head.attempt and latest.durable_at is None:
+                replace_durably(path, latest.model_copy(update={"durable_at": now}).to_bytes())
 
     # -- what lies here
 
@@ -450,7 +453,7 @@ class NodeDisk:
         The tombstone stays, so that nobody who wakes up late completes it again. May be repeated. Raises UsageError
         when the attempt is neither committed nor collected here.
         """
-        with self._looking:
+        with self._looking, self._pointing:
             self._final.pop(head.attempt, None)
             folder = self._bury(head, reason)
         failpoint("stager.collect.tombstone")

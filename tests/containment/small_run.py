@@ -6,11 +6,12 @@ became of it; `stands` checks from the files alone that a step is whole and that
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,10 @@ class Tensors:
 
 
 class SmallRun:
-    """Two nodes, a store and a coordinator. `deadlines` are seconds, `settings` go to the protocol."""
+    """Two nodes, a store and a coordinator. `deadlines` are seconds, `settings` go to the protocol.
+
+    Deadlines are long (a busy machine must not fail a save that should commit); `hurry` shortens them for a while.
+    """
 
     def __init__(self, root: Path, deadlines: dict[str, float] | None = None, **settings: Any) -> None:
         self.root = root
@@ -117,14 +121,7 @@ class SmallRun:
         self.nodes = [SmallNode(self, 0), SmallNode(self, 1)]
         for node in self.nodes:
             node.join()
-        limits = {
-            "save_s": 30.0,
-            "snapshot_s": 10.0,
-            "stage_s": 10.0,
-            "accept_s": 10.0,
-            "mark_s": 10.0,
-            **(deadlines or {}),
-        }
+        limits = {"save_s": 50, "snapshot_s": 30, "stage_s": 30, "accept_s": 30, "mark_s": 30, **(deadlines or {})}
         defaults = {"retry_s": 0.05, "retry_max_s": 0.2, "max_consecutive_failures": 1000}
         self.settings = Settings(run="run", epoch=1, deadlines=Deadlines(**limits), **{**defaults, **settings})
         self.loop.run(self._lead())
@@ -142,6 +139,16 @@ class SmallRun:
         for node in self.nodes:
             await self.driver.add_node(node.stager)
         await self.driver.recover()
+
+    @contextlib.contextmanager
+    def hurry(self, **deadlines: float) -> Iterator[None]:
+        """Within the block these deadlines count."""
+        before = self.settings.deadlines
+        object.__setattr__(self.settings, "deadlines", replace(before, **deadlines))
+        try:
+            yield
+        finally:
+            object.__setattr__(self.settings, "deadlines", before)
 
     # -- saving
 
@@ -261,6 +268,3 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 def seconds_of(told: str) -> float:
     """The seconds that a blame says were waited."""
     return float(told.rsplit("after ", 1)[1].split(" s", 1)[0])
-
-
-__all__ = ["DUE", "LIMIT_S", "SmallNode", "SmallRun", "asyncio", "seconds_of", "until"]

@@ -48,7 +48,7 @@ def test_a_full_disk_costs_one_attempt_and_its_node_and_bytes_are_named(
             node=1,
             member=1,
         )
-        assert seconds_of(told) < 5
+        assert seconds_of(told) < 20  # the deadline is 30
         run.clean()  # although the disk is still full: the refusal had its room
         run.stands(1)
     run.commits(3)
@@ -125,7 +125,7 @@ def test_a_disk_that_is_full_when_the_record_is_due_costs_one_attempt_at_once(
     filled = _before_accepting(run, monkeypatch, lambda: stack.enter_context(full(run.nodes[1].staging)))
     with stack:
         told = run.fails(2, "ENOSPC", "records", phase="accepting", node=1)
-        assert seconds_of(told) < 5
+        assert seconds_of(told) < 20  # the deadline is 30
         assert filled
         run.clean()  # the refusal needs room as well, and has it; only then may the staged files go
         run.stands(1)
@@ -194,9 +194,9 @@ def test_a_new_coordinator_is_heeded_on_a_full_disk(run: SmallRun) -> None:
 
 @pytest.fixture
 def standing(tmp_path: Path) -> Iterator[SmallRun]:
-    """A run whose node 1 stages on a disk that can stand still, with short deadlines."""
+    """A run whose node 1 stages on a disk that can stand still."""
     with ext4(tmp_path / "staging-1"):
-        here = SmallRun(tmp_path, {"stage_s": 2.0, "accept_s": 2.0, "call_s": 1.0})
+        here = SmallRun(tmp_path)
         yield here
         here.close()
 
@@ -204,10 +204,10 @@ def standing(tmp_path: Path) -> Iterator[SmallRun]:
 def test_a_disk_that_stands_still_costs_its_deadline_and_the_stalled_shard_is_named(standing: SmallRun) -> None:
     run = standing
     run.commits(1)
-    with frozen(run.nodes[1].staging):
+    with frozen(run.nodes[1].staging), run.hurry(stage_s=2.0):
         for step, phase in ((2, "staging"), (3, "snapshotting")):  # then its images cannot be filled yet
             told = run.fails(step, r"rank_00001\.weights", r"\d+ of \d+ bytes", phase=phase, node=1, member=1)
-            assert 1 <= seconds_of(told) < 10
+            assert 1 <= seconds_of(told) < 20
     run.commits(4)  # at once: whatever stood still has let its images go
     run.clean()
 
@@ -217,7 +217,7 @@ def test_a_record_that_stands_still_costs_its_deadline(standing: SmallRun, monke
     run.commits(1)
     stack = contextlib.ExitStack()
     stopped = _before_accepting(run, monkeypatch, lambda: stack.enter_context(frozen(run.nodes[1].staging)))
-    with stack:
+    with stack, run.hurry(accept_s=2.0, call_s=1.0):
         outcome = run.save(2)
         assert outcome.blame is not None and stopped
         assert outcome.blame.phase == "accepting" and outcome.blame.node == run.nodes[1].node

@@ -36,7 +36,7 @@ def test_shared_memory_that_is_full_costs_one_attempt(
 ) -> None:
     with fault(run.nodes[1].images):
         told = run.fails(1, says, "previous checkpoint stands", phase="snapshotting", node=1, member=1)
-        assert seconds_of(told) < 5
+        assert seconds_of(told) < 20  # the deadline is 30
         run.clean()
     run.commits(2)
 

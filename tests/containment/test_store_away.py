@@ -21,7 +21,7 @@ from .small_run import SmallRun, until
 def run_with_store(root: Path, kind: str) -> Iterator[SmallRun]:
     with tmpfs(root / "store", "64m") if kind == "tmpfs" else ext4(root / "store", 64):
         FileStore(root / "store").create_exclusive(RunPaths("", "run").epoch(1), EpochNote(epoch=1).to_bytes())
-        here = SmallRun(root, {"ledger_s": 0.3, "remote_s": 1.0, "upload_s": 1.0, "call_s": 2.0})
+        here = SmallRun(root)
         yield here
         here.close()
 
@@ -46,7 +46,7 @@ def test_saves_commit_while_the_store_is_away_and_are_durable_when_it_is_back(tm
         run.commits(1)
         run.durable(1)
         before = markers(run)
-        with fault(tmp_path.joinpath(*place)):
+        with fault(tmp_path.joinpath(*place)), run.hurry(ledger_s=0.3, remote_s=1.0, upload_s=1.0):
             for step in range(2, 9):  # more than there are threads for the store, at a coordinator or a stager
                 run.commits(step)
             until(lambda: _complaints(run), "the failing store is told")
@@ -99,7 +99,7 @@ def test_nothing_is_written_where_the_store_was(
     with run_with_store(tmp_path, "tmpfs") as run:
         run.commits(1)
         run.durable(1)
-        with fault(tmp_path / "store"):
+        with fault(tmp_path / "store"), run.hurry(ledger_s=0.3, remote_s=1.0, upload_s=1.0):
             run.commits(2)
             until(lambda: any("mounted" in sentence for sentence in _complaints(run)), "the lost mount is told")
             run.commits(3)
