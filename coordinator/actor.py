@@ -21,8 +21,9 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..storage.errors import DeadlineError, LastgoodError, StagingError
+from ..storage.errors import LastgoodError, StagingError, StoreUnavailableError
 from ..storage.ids import ulid
+from ..storage.lanes import Lane
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import open_store
 from .catalog import Checkpoint
@@ -42,9 +43,10 @@ from .names import DRIVER_ROLE, NAMESPACE, coordinator_name, stager_name, stager
 from .options import Options
 from .outcomes import DrainOutcome, SaveOutcome
 from .ownership import Identity
-from .ray_names import draining_nodes, named_actors, session_dir
+from .ray_names import draining_nodes, named_actors, plain, session_dir
 from .restore import Restored
-from .service import Missing, Notice, ResumeTermsOrder, Service, StepOutcome, versions
+from .runner import answer_within
+from .service import STORE_S, Missing, Notice, ResumeTermsOrder, Service, StepOutcome, versions
 from .story import Story
 
 log = logging.getLogger("lastgood.coordinator")
@@ -52,6 +54,7 @@ log = logging.getLogger("lastgood.coordinator")
 CALL_S = 60.0  # beyond its own deadline, until a call to a stager counts as unanswered
 WAKE_TRIES = 300
 WAKE_RETRY_S = 0.2
+STORE_THREADS = 2  # for what the service itself asks of the store; the driver has its own
 PULSE_S = 10.0  # for a sign of life
 UPLOAD_S = 24 * 3600.0  # the driver's upload_s is the deadline; this only bounds the call
 
@@ -66,20 +69,13 @@ class RayStagerPort:
     async def _ask(self, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
         """`limit_s` bounds the call in any case; most callers bound it more tightly."""
         try:
-            return await asyncio.wait_for(getattr(self._handle, method).remote(*arguments), limit_s)
-        except asyncio.TimeoutError as error:
-            raise DeadlineError(
-                f"{self.name} has not answered {method} within {limit_s:.0f} s. Is its process stopped, or its host "
-                "overloaded? What is committed stands.",
-                node=self.name,
-                waited_s=limit_s,
-            ) from error
+            return await answer_within(getattr(self._handle, method).remote(*arguments), limit_s, self.name, method)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Exception):
                 raise error.cause from None
             raise
         except ray.exceptions.RayError as error:
-            raise StagingError(f"{self.name} does not answer {method}: {error}", node=self.name) from error
+            raise StagingError(f"{self.name} does not answer {method}: {plain(error)}") from error
 
     def kill(self) -> None:
         """Ends the stager's process for good; it has closed down before."""
@@ -154,6 +150,7 @@ class CoordinatorActor:
         self._service: Service | None = None
         self._boot: asyncio.Task[Service] | None = None
         self._ports: dict[str, RayStagerPort] = {}
+        self._store_lane: Lane | None = None
         # Recover at once, also when Ray restarted this actor and nobody calls: uploads must go on.
         me = ray.get_runtime_context().current_actor
         threading.Thread(target=_wake, args=(me,), name="lastgood-wake", daemon=True).start()
@@ -172,11 +169,15 @@ class CoordinatorActor:
 
     async def _start(self) -> Service:
         store = open_store(self._options.store)
-        await asyncio.to_thread(store.probe)
+        if self._store_lane is None:
+            self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
+        await self._store_lane.run("its probe", store.probe, STORE_S)
         cluster = Path(session_dir()).name
         address = f"{socket.gethostname()} pid {os.getpid()}, Ray {cluster}"
         identity = Identity(cluster, ulid(), address)
-        service = Service(self._options, store, identity, self._discover, self._shut_down, self._notices)
+        service = Service(
+            self._options, store, self._store_lane, identity, self._discover, self._shut_down, self._notices
+        )
         await service.boot()
         self._service = service
         return service

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..storage.errors import FencedError, WindowClosedError
+from ..storage.errors import FencedError, StagingError, WindowClosedError
 from . import commands as cmd
 from . import events as ev
 from .messages import MemberId
@@ -63,7 +63,6 @@ _FAILURES: dict[type[cmd.AttemptCommand], type[ev.NodeFailure]] = {
     cmd.Snapshot: ev.SnapshotFailed,
     cmd.Release: ev.ReleaseFailed,
     cmd.Stage: ev.StageFailed,
-    cmd.Accept: ev.AcceptFailed,
     cmd.Refuse: ev.RefuseFailed,
     cmd.Publish: ev.PublishFailed,
     cmd.Upload: ev.UploadFailed,
@@ -113,13 +112,18 @@ def failure(command: cmd.AttemptCommand, error: BaseException) -> ev.Event:
             return ev.RemoteRefused(attempt, reason)
         return ev.RemoteFailed(attempt, reason, tuple(facts.get("missing_nodes", ())))
     assert isinstance(command, cmd.NodeCommand)
-    member = _member(getattr(error, "facts", {}).get("member"))
+    member = member_of(error)
+    if isinstance(command, cmd.Accept):
+        known = isinstance(error, StagingError) and error.facts.get("errno") is not None
+        return ev.AcceptFailed(attempt, command.node, reason, member, known)
     if isinstance(command, cmd.Snapshot) and isinstance(error, WindowClosedError):
         return ev.SnapshotWindowClosed(attempt, command.node, reason, member)
     return _FAILURES[type(command)](attempt, command.node, reason, member)
 
 
-def _member(value: Any) -> MemberId | None:
+def member_of(error: BaseException) -> MemberId | None:
+    """The member that an error blames, if it names one."""
+    value = getattr(error, "facts", {}).get("member")
     if isinstance(value, MemberId):
         return value
     if isinstance(value, str) and value.rpartition(":")[2].isdigit():

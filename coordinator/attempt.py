@@ -80,6 +80,7 @@ class Attempt:
     announced: SaveState = SaveState.REQUESTED
     calls: dict[tuple[type, str], float] = field(default_factory=dict)  # OUTSTANDING, or when to ask again
     tries: dict[tuple[type, str], int] = field(default_factory=dict)
+    last_failure: dict[tuple[type, str], str] = field(default_factory=dict)  # of calls that are asked again
     look_s: float = 0.0  # when it must be looked at next; 0 when something about it has changed
     story: list[tuple[float, str]] = field(default_factory=list)
 
@@ -204,4 +205,4 @@ class Attempt:
         """Forgets what only an unfinished attempt needs."""
         self.snapshots, self.shards, self.updates = {}, {}, {}
         self.manifest = self.roster = None
-        self.calls, self.tries = {}, {}
+        self.calls, self.tries, self.last_failure = {}, {}, {}

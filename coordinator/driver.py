@@ -14,15 +14,17 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..storage.errors import FencedError, IntegrityError, StoreError, UsageError
+from ..storage.errors import DeadlineError, FencedError, IntegrityError, StagingError, StoreError, UsageError
 from ..storage.manifest import Completed, Manifest
 from . import catalog
 from . import commands as cmd
 from . import events as ev
+from .answers import member_of
 from .catalog import Checkpoint
 from .engine import Engine
 from .messages import (
     AttemptHead,
+    Blame,
     Inventory,
     MemberId,
     MemberInfo,
@@ -35,6 +37,7 @@ from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome, reached
 from .policies import Decision
 from .ports import ParticipantPort
 from .report import lagging, report, unsettled
+from .runner import answer_within
 from .story import Story, stories
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ class Driver(Engine):
         """Says hello (with my epoch and the declarations) and takes the node in; also to hear a node again.
 
         Call it again whenever a stager has (re)started, a partition healed or registrations changed. Raises
-        FencedError, asyncio.TimeoutError after call_s, or what the port raised.
+        FencedError, DeadlineError after call_s, or what the port raised.
         """
         self._check_alive()
         number = next(self._hellos)
@@ -62,7 +65,8 @@ class Driver(Engine):
         asked_s = self._clock()
         call = port.hello(self.settings.epoch, declarations)
         try:
-            inventory = await asyncio.wait_for(call, self.settings.deadlines.call_s)
+            who = getattr(port, "name", "a stager")
+            inventory = await answer_within(call, self.settings.deadlines.call_s, who, "hello")
         except FencedError as error:
             self._feed(ev.Fenced(str(error)))
             raise
@@ -142,8 +146,9 @@ class Driver(Engine):
             return []
         remote = self._remote
         try:
-            survey = await asyncio.wait_for(self._blocking(remote.survey), self.settings.deadlines.remote_s)
-        except (StoreError, OSError, asyncio.TimeoutError) as error:
+            limit_s = self.settings.deadlines.remote_s
+            survey = await answer_within(self._blocking(remote.survey), limit_s, "the store", "what it holds")
+        except (StoreError, OSError, DeadlineError) as error:
             return [f"the store could not be read ({error}); what it knows is not taken into account until it can be"]
         self._survey = survey
         self._feed(ev.StoreSurveyed(_heads(survey.completed), _heads(survey.ledger)))
@@ -185,12 +190,16 @@ class Driver(Engine):
     ) -> WindowOutcome:
         self._check_alive()
         async with self._window_lock:
-            left_s = self.settings.deadlines.mark_s
+            left_s, began_s = self.settings.deadlines.mark_s, self._clock()
             nodes = self.core.membership.nodes()
             mark = functools.partial(ask, step, left_s)
-            answers = await self._everywhere(nodes, mark, left_s)
+            answers = await self._everywhere(nodes, f"the end of step {step}", mark, left_s)
             reports = {node: answer for node, answer in answers.items() if isinstance(answer, NodeSnapshot)}
-            failures = {node: _say(answer) for node, answer in answers.items() if isinstance(answer, BaseException)}
+            failures = {
+                node: self._blame(node, answer, self._clock() - began_s)
+                for node, answer in answers.items()
+                if isinstance(answer, BaseException)
+            }
             self._verdict = None
             self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics), memory))
             self._check_alive()
@@ -214,11 +223,20 @@ class Driver(Engine):
             self._feed(ev.WindowClosed())
             left_s = self.settings.deadlines.mark_s
             close = functools.partial(self._close, left_s=left_s)
-            answers = await self._everywhere(self.core.membership.nodes(), close, left_s)
+            answers = await self._everywhere(self.core.membership.nodes(), "the window's end", close, left_s)
             for node, answer in answers.items():
                 if isinstance(answer, BaseException):
                     log.warning("%s did not close its window: %s", node, _say(answer))
             self._check_alive()
+
+    def _blame(self, node: str, error: BaseException, waited_s: float) -> Blame:
+        """Why a node could not be marked; its only member is named even when the error names none."""
+        member = member_of(error)
+        members = self.core.membership.members_on(node)
+        if member is None and len(members) == 1:
+            member = members[0]
+        hosts = f" (it hosts {', '.join(map(str, members[:8]))})" if member is None and members else ""
+        return Blame("window", f"{_say(error)}{hosts}", node, member, waited_s)
 
     def _last_verdict(self) -> cmd.WindowVerdict:
         assert self._verdict is not None, "the core answered WindowOpened without a verdict"
@@ -234,7 +252,7 @@ class Driver(Engine):
         await port.close_window(self.settings.epoch, left_s)
 
     async def _everywhere(
-        self, nodes: Iterable[str], call: Callable[[ParticipantPort], Awaitable[T]], left_s: float
+        self, nodes: Iterable[str], what: str, call: Callable[[ParticipantPort], Awaitable[T]], left_s: float
     ) -> dict[str, T | BaseException]:
         """Asks all these nodes at once and hears every one of them; a FencedError ends this coordinator."""
         asked = list(nodes)
@@ -242,8 +260,8 @@ class Driver(Engine):
         async def one(node: str) -> T:
             port = self._ports.get(node)
             if port is None or node not in self.core.heard:
-                raise ConnectionError(f"the stager of {node} is not heard")
-            return await asyncio.wait_for(call(port), left_s + 1.0)
+                raise StagingError(f"the stager of node {node} is not heard: it died, or its node is gone")
+            return await answer_within(call(port), left_s + 1.0, f"the stager of node {node}", what)
 
         results = await asyncio.gather(*(one(node) for node in asked), return_exceptions=True)
         for result in results:
@@ -352,8 +370,9 @@ class Driver(Engine):
             return None
         read = functools.partial(self._remote.read_manifest, completed)
         try:
-            return await asyncio.wait_for(self._blocking(read), self.settings.deadlines.remote_s)
-        except (StoreError, IntegrityError, OSError, asyncio.TimeoutError) as error:
+            limit_s = self.settings.deadlines.remote_s
+            return await answer_within(self._blocking(read), limit_s, "the store", "a manifest")
+        except (StoreError, IntegrityError, OSError, DeadlineError) as error:
             told.append(f"{checkpoint}: its manifest could not be read from the store: {_say(error)}")
             return None
 

@@ -13,10 +13,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ..storage.errors import FencedError, IllegalMoveError, UsageError
+from ..storage.errors import FencedError, IllegalMoveError, LastgoodError, StoreUnavailableError, UsageError
+from ..storage.lanes import Lane
 from ..storage.store import Store
 from . import commands as cmd
 from . import events as ev
@@ -33,6 +33,7 @@ log = logging.getLogger("lastgood.coordinator")
 T = TypeVar("T")
 _KEEP_OUTCOMES = 2000
 _KEEP_ALARMS = 20
+STORE_THREADS = 4
 
 
 class Engine:
@@ -48,10 +49,12 @@ class Engine:
         now_utc: Callable[[], str],
         versions: Mapping[str, str] | None = None,
         blocking: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None,
+        home: str | None = None,
     ) -> None:
         """`store` None: nothing is uploaded. `clock`: monotonic seconds. `now_utc`: the wall clock as ids.utc_text.
 
-        `versions` go into manifests. `blocking` runs a blocking function off the loop (default: four own threads).
+        `versions` go into manifests. `blocking` runs a blocking function off the loop (default: four own threads for
+        the store, one for the rest). `home`: see Remote.
         """
         if store is None:
             settings = dataclasses.replace(settings, upload=False)
@@ -61,11 +64,13 @@ class Engine:
         self.alarms: deque[str] = deque(maxlen=_KEEP_ALARMS)
         self.untold_alarms: list[str] = []  # whoever tells them to the run clears them
         self._clock = clock
-        self._threads: ThreadPoolExecutor | None = None
-        self._blocking = blocking if blocking is not None else self._in_thread
+        self._store_lane = Lane(f"the store {'' if store is None else store.url}", STORE_THREADS, StoreUnavailableError)
+        self._work_lane = Lane("the coordinator", 1, LastgoodError)
+        self._blocking = blocking if blocking is not None else self._at_store
+        building = blocking if blocking is not None else self._at_work
         self._ports: dict[str, ParticipantPort] = {}
-        self._remote = None if store is None else Remote(store, settings.run, now_utc)
-        self._runner = Runner(settings, self._ports, self._remote, now_utc, versions or {}, self._blocking)
+        self._remote = None if store is None else Remote(store, settings.run, now_utc, home)
+        self._runner = Runner(settings, self._ports, self._remote, now_utc, versions or {}, self._blocking, building)
         self._holdings = Holdings()
         self._survey = Survey()
         self._outcomes: dict[str, SaveOutcome] = {}
@@ -92,8 +97,8 @@ class Engine:
         for _, future in self._watchers:
             if not future.done():
                 future.set_result(None)  # whoever waits is told by _check_alive
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._store_lane.close()
+        self._work_lane.close()
 
     def _check_alive(self) -> None:
         if self.core.fenced is not None:
@@ -180,10 +185,12 @@ class Engine:
                 self._watchers.remove(watcher)
         return predicate() if self._stopped else True
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(4, thread_name_prefix="lastgood-store")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _at_store(self, work: Callable[[], T]) -> T:
+        """A call to the store; it may hang without holding up anything but calls to the store."""
+        return await self._store_lane.run("a call of the coordinator", work, self.settings.deadlines.remote_s)
+
+    async def _at_work(self, work: Callable[[], T]) -> T:
+        return await self._work_lane.run("drawing up a manifest", work, self.settings.deadlines.accept_s)
 
     def _announced(self, announce: cmd.Announce) -> None:
         head = announce.head

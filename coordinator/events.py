@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..storage.manifest import ShardRecord
 from .messages import (
     AttemptHead,
+    Blame,
     Inventory,
     MemberId,
     MemberInfo,
@@ -120,7 +121,7 @@ class WindowOpened(Event):
 
     step: int
     reports: Mapping[str, NodeSnapshot]  # node -> its answer to mark
-    failures: Mapping[str, str] = field(default_factory=dict)  # node -> why its mark failed
+    failures: Mapping[str, Blame] = field(default_factory=dict)  # node -> why its mark failed
     due: Decision | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     memory: Decision | None = None
@@ -247,7 +248,9 @@ class Accepted(NodeEvent):
 
 @dataclass(frozen=True, slots=True)
 class AcceptFailed(NodeFailure):
-    """Unknown whether the record was made; asked again."""
+    """Unknown whether the record was made; asked again, unless the node's own disk said why it cannot be (`known`)."""
+
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,7 @@ class Hearing:
             if (phase in COPYING and node not in attempt.snapshots) or (
                 phase is Phase.STAGING and node not in attempt.shards
             ):
-                reason = f"the stager of {node} was lost: {event.reason}"
-                waited_s = core.now_s - attempt.started_s
-                core.fail(attempt, Blame(phase.value, reason, node, waited_s=waited_s))
+                self._fail(attempt, f"the stager of {node} was lost: {event.reason}", node)
             elif phase is Phase.UPLOADING and node not in attempt.uploaded:
                 core.hold_up(attempt, f"{node} is lost: {event.reason}")
             elif phase in (Phase.ABORTING, Phase.IN_DOUBT):
@@ -188,20 +186,23 @@ class Hearing:
         elif phase is Phase.ACCEPTING:
             staged_here = found is not None and found.staged
             if restarted and not staged_here:
-                core.fail(attempt, Blame(phase.value, f"{node} came back without what it staged", node))
+                self._fail(attempt, f"{node} came back without what it staged", node)
             elif core.is_committed(attempt):
                 core.commit(attempt, Cause.ALL_ACCEPT, f"{node} was heard again with its accept")
             elif attempt.refused:
-                core.fail(attempt, Blame(phase.value, f"{node} has refused it", node))
+                self._fail(attempt, f"{node} has refused it", node)
         elif phase is Phase.STAGING and restarted:
             staged_here = found is not None and found.staged
             if not (node in attempt.shards and staged_here):
-                reason = f"the stager of {node} restarted: its images are gone"
-                core.fail(attempt, Blame(phase.value, reason, node))
+                self._fail(attempt, f"the stager of {node} restarted: its images are gone", node)
         elif phase is Phase.HELD and restarted:
             core.memory.drop(f"the stager of {node} restarted")
         elif phase in COPYING and restarted:
-            core.fail(attempt, Blame(phase.value, f"the stager of {node} restarted: its images are gone", node))
+            self._fail(attempt, f"the stager of {node} restarted: its images are gone", node)
+
+    def _fail(self, attempt: Attempt, reason: str, node: str) -> None:
+        waited_s = self._core.now_s - attempt.started_s
+        self._core.fail(attempt, Blame(attempt.phase.value, reason, node, waited_s=waited_s))
 
     def store_surveyed(self, event: ev.StoreSurveyed) -> None:
         core = self._core

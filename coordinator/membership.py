@@ -8,7 +8,7 @@ missing; nothing is guessed or taken from the order of a list.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .messages import Blame, MemberId, MemberInfo, MemberReport, NodeSnapshot, RoleDeclaration
@@ -119,6 +119,10 @@ class Membership:
         """Where a member is registered."""
         return next((node for node, members in self.by_node.items() if member in members), None)
 
+    def members_on(self, node: str) -> tuple[MemberId, ...]:
+        """The members that are registered on a node, sorted."""
+        return tuple(sorted(self.by_node.get(node, ())))
+
     def nodes(self) -> tuple[str, ...]:
         """Nodes that host members, sorted."""
         return tuple(sorted(node for node, members in self.by_node.items() if members))
@@ -188,13 +192,13 @@ class Membership:
         return self._roster
 
     def window_problem(
-        self, step: int, reports: Mapping[str, NodeSnapshot], failures: Mapping[str, str]
+        self, step: int, reports: Mapping[str, NodeSnapshot], failures: Mapping[str, Blame]
     ) -> Blame | dict[MemberId, int | None]:
         """Checks the answers to mark. Answers each member's count of updates, or the first thing that is wrong."""
+        for _, blame in sorted(failures.items()):
+            return replace(blame, reason=f"the end of step {step} could not be marked: {blame.reason}")
         if problems := self.problems():
             return Blame("window", f"the membership is not complete: {'; '.join(problems)}")
-        for node, why in sorted(failures.items()):
-            return Blame("window", f"the end of step {step} could not be marked: {why}", node=node)
         updates: dict[MemberId, int | None] = {}
         by_role: dict[str, MemberReport] = {}
         for node in sorted(reports):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..storage.errors import IntegrityError, UsageError
+from ..storage.errors import IntegrityError, StoreUnavailableError, UsageError
 from ..storage.ids import utc_text
 from ..storage.layout import RunPaths, parse_epoch_name
 from ..storage.manifest import Owner
@@ -70,13 +70,23 @@ class Ownership:
                 )
 
     def beat(self, epoch: int) -> str | None:
-        """Tells that this coordinator lives; answers why it must stop when a newer one has claimed an epoch."""
+        """Tells that this coordinator lives; answers why it must stop when a newer one has claimed an epoch.
+
+        Raises StoreUnavailableError when its own epoch is not there: then this is not the store (a mount was lost).
+        """
         keys = self._store.list(f"{self._paths.epochs}/")
-        highest = max((n for key in keys if (n := parse_epoch_name(key.rsplit("/", 1)[-1])) is not None), default=0)
+        epochs = [n for key in keys if (n := parse_epoch_name(key.rsplit("/", 1)[-1])) is not None]
+        highest = max(epochs, default=0)
         if highest > epoch:
             newer = self._read()
             who = f" ({newer.address})" if newer is not None and newer.epoch > epoch else ""
             return f"epoch {highest} was claimed in the store by a newer coordinator{who}"
+        if epoch not in epochs:
+            raise StoreUnavailableError(
+                f"epoch {epoch} of run {self._paths.run} is not in {self._store.url} any more: is its file system "
+                "still mounted? Nothing was written there.",
+                epoch=epoch,
+            )
         owner = Owner(
             run=self._paths.run,
             owner=f"{self._identity.cluster}/{self._identity.token}",

@@ -6,6 +6,7 @@ expected (moves.EXPECTED); it notes facts, and moves the attempt when the last v
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import commands as cmd
@@ -34,7 +35,7 @@ class Progress:
 
     def snapshot_taken(self, attempt: Attempt, event: ev.SnapshotTaken) -> None:
         if blame := check_snapshot(attempt, event.node, event.snapshot):
-            self._core.fail(attempt, blame)
+            self._core.fail(attempt, self._waited(attempt, blame))
             return
         attempt.snapshots[event.node] = event.snapshot
         attempt.updates.update({report.member: report.updates for report in event.snapshot.members})
@@ -57,7 +58,7 @@ class Progress:
 
     def staged(self, attempt: Attempt, event: ev.Staged) -> None:
         if blame := check_shards(attempt, event.node, event.shards):
-            self._core.fail(attempt, blame)
+            self._core.fail(attempt, self._waited(attempt, blame))
             return
         attempt.shards[event.node] = event.shards
         attempt.tell(self._core.now_s, f"{event.node} staged {len(event.shards)} shards")
@@ -72,11 +73,20 @@ class Progress:
         attempt.manifest = event.manifest
 
     def manifest_failed(self, attempt: Attempt, event: ev.ManifestFailed) -> None:
-        self._core.fail(attempt, Blame(attempt.phase.value, f"the votes do not make a manifest: {event.reason}"))
+        blame = Blame(attempt.phase.value, f"the votes do not make a manifest: {event.reason}")
+        self._core.fail(attempt, self._waited(attempt, blame))
+
+    def _waited(self, attempt: Attempt, blame: Blame) -> Blame:
+        return replace(blame, waited_s=self._core.now_s - attempt.started_s)
 
     def call_failed(self, attempt: Attempt, event: ev.NodeFailure) -> None:
         waited_s = self._core.now_s - attempt.started_s
         self._core.fail(attempt, Blame(attempt.phase.value, event.reason, event.node, event.member, waited_s))
+
+    def accept_failed(self, attempt: Attempt, event: ev.AcceptFailed) -> None:
+        """A disk that says why it takes no record will say so again: refusing is asked for at once, which tells all."""
+        if event.known:
+            self.call_failed(attempt, event)
 
     def accepted(self, attempt: Attempt, event: ev.Accepted) -> None:
         self._core.learn_record(attempt, event.node, event.record)

@@ -105,6 +105,7 @@ class Protocol:
             ev.ManifestBuilt: self.progress.manifest_built,
             ev.ManifestFailed: self.progress.manifest_failed,
             ev.Accepted: self.progress.accepted,
+            ev.AcceptFailed: self.progress.accept_failed,
             ev.Refused: self.progress.refused,
             ev.Published: self.progress.published,
             ev.PublishFailed: self.progress.publish_failed,
@@ -208,10 +209,12 @@ class Protocol:
             tries = attempt.tries[key] = attempt.tries.get(key, 0) + 1
             pause_s = min(self.settings.retry_s * 2 ** min(tries - 1, 30), self.settings.retry_max_s)
             attempt.calls[key] = self.now_s + pause_s
+            attempt.last_failure[key] = _reason(event)
             attempt.tell(self.now_s, f"{key[0].__name__} {node} failed, again in {pause_s:.1f} s: {_reason(event)}")
         else:
             attempt.calls.pop(key, None)
             attempt.tries.pop(key, None)
+            attempt.last_failure.pop(key, None)
             if not isinstance(event, ev.NodeFailure):
                 attempt.told_s[node] = self.now_s
         if EXPECTED[attempt.phase, kind] is LATE:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, cast
 
 import ray
 
 from .names import NAMESPACE
+
+
+def plain(error: BaseException) -> str:
+    """What an error of Ray says, in one line: the rest is a dump of ids and tracebacks of its own processes."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)
 
 
 def named_actors(prefix: str) -> dict[str, Any]:

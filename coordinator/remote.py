@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..storage.errors import AlreadyExistsError, IntegrityError, StoreError
+from ..storage.errors import AlreadyExistsError, IntegrityError, StoreError, StoreUnavailableError
 from ..storage.layout import COMPLETED, RunPaths, parse_step_name
 from ..storage.manifest import Completed, Latest, LedgerEntry, Manifest, Tombstone, read_completed
 from ..storage.store import Store
@@ -31,7 +31,10 @@ class Survey:
 class Remote:
     """One run's part of the store, as the coordinator uses it. Every method blocks; run them in a thread."""
 
-    def __init__(self, store: Store, run: str, now_utc: Callable[[], str]) -> None:
+    def __init__(self, store: Store, run: str, now_utc: Callable[[], str], home: str | None = None) -> None:
+        """`home`: a key that stands wherever this run's store is (its epoch). Without it nothing is written: the empty
+        directory of a lost mount takes files too, and what is published there is in no store."""
+        self._home = home
         self._store = store
         self._paths = RunPaths("", run)
         self._now_utc = now_utc
@@ -77,8 +80,18 @@ class Remote:
             )
         return data
 
+    def _come_home(self) -> None:
+        if self._home is not None and self._store.find(self._home) is None:
+            raise StoreUnavailableError(
+                f"{self._home} is not in the store {self._store.url} any more, so this is not the place that this "
+                "coordinator has begun to write to: is its file system still mounted? Nothing was written. What is "
+                "committed stands on the nodes and is uploaded when it is back.",
+                key=self._home,
+            )
+
     def write_ledger(self, completed: Completed) -> None:
-        """Notes the commit in the store. May be repeated."""
+        """Notes the commit in the store. May be repeated. Raises StoreUnavailableError when the store is not there."""
+        self._come_home()
         entry = LedgerEntry(
             run=completed.run,
             attempt=completed.attempt,
@@ -106,6 +119,7 @@ class Remote:
         Raises StoreError with `missing_nodes` when objects are absent or of another length, with `collected` when a
         tombstone stands in COMPLETED's place.
         """
+        self._come_home()
         manifest = Manifest.from_bytes(manifest_bytes, where=f"the manifest of {completed.attempt}")
         self._check_objects(manifest)
         step, attempt = completed.step, completed.attempt

@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from ..storage.errors import StoreUnavailableError
+from ..storage.errors import DeadlineError, StoreUnavailableError
 from ..storage.failpoints import VARIABLE, failpoint
 from ..storage.manifest import Completed, Manifest, MemberRecord, Parent, RoleRecord
 from . import commands as cmd
@@ -69,6 +69,24 @@ def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str
     return manifest.to_bytes()
 
 
+async def answer_within(call: Awaitable[T], limit_s: float, who: str, what: str) -> T:
+    """The call's answer. Raises DeadlineError naming `who` and `what` when there is none: its outcome is unknown then.
+
+    A TimeoutError that the call itself raises (a disk's, a network's) stays what it is.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    raise DeadlineError(
+        f"{who} has not answered {what} within {limit_s:.1f} s. Is its process stopped, or its host overloaded?",
+        waited_s=limit_s,
+    )
+
+
 class Runner:
     """Runs commands. `ports` is read at every call: the driver adds and replaces nodes in it."""
 
@@ -80,18 +98,20 @@ class Runner:
         now_utc: Callable[[], str],
         versions: Mapping[str, str],
         blocking: Blocking[Any],
+        building: Blocking[Any] | None = None,
     ) -> None:
+        """`blocking` runs calls to the store, `building` (default: the same) what must not wait for those."""
         self._settings = settings
         self._ports = ports
         self._remote = remote
         self._now_utc = now_utc
         self._versions = versions
         self._blocking = blocking
+        self._building = building if building is not None else blocking
         self._completed: dict[str, Completed] = {}  # attempt -> its marker: the same bytes at every participant
 
     async def run(self, command: cmd.AttemptCommand) -> ev.Event:
         """Runs the command to its end and answers with its event."""
-        timeout_s = 0.0
         try:
             if os.environ.get(VARIABLE):  # off the loop, so that a pause stops this command and nothing else
                 if isinstance(command, cmd.BuildManifest):
@@ -101,9 +121,8 @@ class Runner:
                 call, timeout_s = self._call(command)
             else:
                 call, timeout_s = self._effect(command)
-            return success(command, await asyncio.wait_for(call, timeout_s))
-        except asyncio.TimeoutError:
-            return failure(command, TimeoutError(f"no answer in {timeout_s:.1f} s"))
+            who = f"the stager of {command.node}" if isinstance(command, cmd.NodeCommand) else "the store"
+            return success(command, await answer_within(call, timeout_s, who, point(command).partition(".")[2]))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this command's outcome
             return failure(command, error)
 
@@ -140,7 +159,7 @@ class Runner:
         deadlines = self._settings.deadlines
         if isinstance(command, cmd.BuildManifest):
             draft, created_at = command.draft, self._now_utc()
-            return self._blocking(lambda: build_manifest(draft, created_at, self._versions)), deadlines.accept_s
+            return self._building(lambda: build_manifest(draft, created_at, self._versions)), deadlines.accept_s
         remote = self._remote
         if remote is None:
             raise StoreUnavailableError("this run has no store")

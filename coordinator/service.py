@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..storage.errors import (
     DeadlineError,
@@ -26,6 +27,7 @@ from ..storage.errors import (
     UsageError,
 )
 from ..storage.ids import ulid, utc_text
+from ..storage.lanes import Lane
 from ..storage.layout import MANIFEST, RunPaths
 from ..storage.store import Store
 from ..storage.verify import open_checkpoint
@@ -50,10 +52,14 @@ from .ports import ParticipantPort
 from .protocol import Deadlines, Settings
 from .restore import Candidate, Restored, RestorePort, ResumeTerms, restore
 from .retention import collect_remotely, to_collect
+from .runner import answer_within
 from .story import Story
 
 log = logging.getLogger("lastgood.coordinator")
+T = TypeVar("T")
 
+STORE_S = 30.0  # for one call to the store that this service makes itself
+OWNER_S = 3600.0  # until it is seen whether another cluster's owner lives; bounded by that owner's own interval
 RETURN_POLL_S = 0.1
 BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
 HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
@@ -110,15 +116,17 @@ class Service:
         self,
         options: Options,
         store: Store,
+        store_lane: Lane,
         identity: Identity,
         discover: Discover,
         shut_down: Callable[[], Awaitable[None]],
         notices: Notices,
     ) -> None:
-        """`discover` lists the live stagers; `shut_down` ends stagers and this process once nothing is left to do;
-        `notices` tells which of the run's nodes are about to go."""
+        """`store_lane` has threads for the store. `discover` lists the live stagers; `shut_down` ends stagers and this
+        process once nothing is left to do; `notices` tells which of the run's nodes are about to go."""
         self.options = options
         self._store = store
+        self._store_lane = store_lane
         self._discover = discover
         self._shut_down = shut_down
         self._notices = notices
@@ -147,12 +155,14 @@ class Service:
 
     async def boot(self) -> None:
         """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
-        await asyncio.to_thread(self._ownership.check, self.options.takeover)
+        check = functools.partial(self._ownership.check, self.options.takeover)
+        await self._store_lane.run("who leads the run", check, OWNER_S)
         ports = list(await self._discover())
         heights = await asyncio.gather(*(port.highest_epoch() for port in ports), return_exceptions=True)
         floor = max([0, *(height for height in heights if isinstance(height, int))])
-        self.epoch = await asyncio.to_thread(claim_epoch, self._store, self._paths, self._identity.token, floor)
-        await asyncio.to_thread(self._ownership.beat, self.epoch)
+        claim = functools.partial(claim_epoch, self._store, self._paths, self._identity.token, floor)
+        self.epoch = await self._at_store("claiming an epoch", claim)
+        await self._at_store("the first heartbeat", functools.partial(self._ownership.beat, self.epoch))
         options = self.options
         self.driver = Driver(
             Settings(
@@ -175,6 +185,7 @@ class Service:
             clock=time.monotonic,
             now_utc=lambda: utc_text(time.time()),
             versions=versions(),
+            home=self._paths.epoch(self.epoch),
         )
         self.driver.on_announce.append(self._hear)
         await self._meet(ports)
@@ -182,6 +193,11 @@ class Service:
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
         self._background(self._watch_over())
+        self._background(self._keep_house())
+
+    async def _at_store(self, doing: str, work: Callable[[], T]) -> T:
+        """A call to the store. Raises StoreUnavailableError when it has not answered within STORE_S."""
+        return await self._store_lane.run(doing, work, STORE_S)
 
     @property
     def _led(self) -> Driver:
@@ -255,12 +271,11 @@ class Service:
         ]
         return Missing(tuple(absent))
 
-    async def _await_return(self) -> None:
+    async def _await_return(self, until: float) -> None:
         """Waits for members whose stager is gone or was restarted: their agents register again by themselves.
 
-        Option return_deadline_s at most; a member that its living stager has seen die is not waited for.
+        Until `until` on the monotonic clock at most; a member that its living stager has seen die is not waited for.
         """
-        until = time.monotonic() + self.options.return_deadline_s
         await self.refresh()
         while self._returning() and time.monotonic() < until:
             await asyncio.sleep(RETURN_POLL_S)
@@ -300,7 +315,7 @@ class Service:
         self._heed(progress)
         incarnations = dict(self._incarnations)
         if self.missing().members:
-            await self._await_return()
+            await self._await_return(began + self.options.return_deadline_s)
         saved = self._saved_before(step, progress) if again else None
         decision = self._due(step, metrics)
         memory = self._memory_due(step)
@@ -308,7 +323,7 @@ class Service:
             decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
         outcome = await self._led.open_window(step, metrics, decision, memory)
         if not outcome.opened:
-            await self._await_return()
+            await self._await_return(began + self.options.return_deadline_s)
             if self._incarnations != incarnations and not self.missing().members:
                 outcome = await self._led.open_window(step, metrics, decision, memory)  # a stager was restarted
         told = self._told(outcome, decision, time.monotonic() - began)
@@ -432,7 +447,7 @@ class Service:
             if isinstance(result, BaseException):
                 log.warning("a stager did not close down: %s", result)
         with contextlib.suppress(StoreError):  # the next attach then waits until this owner counts as silent
-            await asyncio.to_thread(self._ownership.leave)
+            await self._at_store("leaving it", self._ownership.leave)
         await self._shut_down()
 
     # -- resume
@@ -533,8 +548,9 @@ class Service:
         keep_last = self.options.save_total_limit
         for checkpoint, reason in to_collect(self.checkpoints(), keep_last, self._protected):
             head = checkpoint.head
+            collect = functools.partial(collect_remotely, self._store, self._paths, head, reason)
             try:
-                await asyncio.to_thread(collect_remotely, self._store, self._paths, head, reason)
+                await self._at_store(f"collecting step {head.step}", collect)
             except StoreError as error:
                 log.warning("step %d (attempt %s) stays for now: %s", head.step, head.attempt, error)
                 return
@@ -587,7 +603,7 @@ class Service:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch_over(self) -> None:
-        """Every heartbeat: notices stagers that stop or come back, collects, ends when nobody is left."""
+        """Every heartbeat: notices stagers that stop or come back, ends when nobody is left. Asks the store nothing."""
         missed: dict[str, int] = {}
         alone_since_s: float | None = None
         while True:
@@ -595,8 +611,6 @@ class Service:
             try:
                 await asyncio.gather(*(self._feel_pulse(node, missed) for node in list(self._ports)))
                 await self._heed_notices()
-                await self._tell_owner()
-                await self._collect()
                 if any(self._processes.values()):
                     alone_since_s = None
                     continue
@@ -626,13 +640,27 @@ class Service:
             if outcome.blame is not None:
                 log.error("%s, and no save is made: %s", notice.reason, outcome.blame)
 
+    async def _keep_house(self) -> None:
+        """Every heartbeat: tells the store who leads, and deletes what retention lets go."""
+        while not self._ending:
+            await asyncio.sleep(self.options.heartbeat_s)
+            try:
+                await self._tell_owner()
+                await self._collect()
+            except FencedError as error:
+                log.error("%s", error)
+                return
+            except Exception:
+                log.exception("run %s could not collect; the next heartbeat tries again", self.options.run)
+
     async def _tell_owner(self) -> None:
         """Refreshes owner.json when it is time. Raises FencedError when a newer coordinator leads the run."""
         if time.monotonic() < self._next_owner_s:
             return
         self._next_owner_s = time.monotonic() + self._ownership.interval_s
         try:
-            superseded = await asyncio.to_thread(self._ownership.beat, self.epoch)
+            beat = functools.partial(self._ownership.beat, self.epoch)
+            superseded = await self._at_store("the coordinator's heartbeat", beat)
         except StoreError as error:
             log.warning("the store did not take this coordinator's heartbeat: %s", error)
             return
@@ -643,7 +671,7 @@ class Service:
         """Asks one stager for a sign of life. After HEARTBEAT_MISSES in a row its node counts as lost."""
         try:
             limit_s = self.options.heartbeat_s * HEARTBEAT_MISSES
-            await asyncio.wait_for(self._ports[node].highest_epoch(), limit_s)
+            await answer_within(self._ports[node].highest_epoch(), limit_s, f"the stager of node {node}", "a heartbeat")
         except FencedError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, this stager does not answer as it should
@@ -651,7 +679,7 @@ class Service:
             if missed[node] == HEARTBEAT_MISSES:
                 self._members[node] = ()
                 self._processes[node] = 0
-                self._led.lose_node(node, f"its stager does not answer: {error}")
+                self._led.lose_node(node, f"{missed[node]} heartbeats in a row: {error}")
             await self.refresh()  # it may have come back under another handle
             return
         if missed.pop(node, 0):

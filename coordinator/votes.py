@@ -85,9 +85,10 @@ def silent(attempt: Attempt, nodes: Sequence[str], waited_s: float, limit: str) 
         listed.append(f"{node} ({names})" if names else node)
     more = f" and {len(nodes) - 8} more nodes" if len(nodes) > 8 else ""
     members = members_of.get(nodes[0], ())
+    said = next((f"; {node} said last: {why}" for (_, node), why in attempt.last_failure.items() if node in nodes), "")
     return Blame(
         phase,
-        f"{limit} passed without an answer from {', '.join(listed)}{more}",
+        f"{limit} passed without an answer from {', '.join(listed)}{more}{said}",
         node=nodes[0] if len(nodes) == 1 else None,
         member=members[0] if len(nodes) == 1 and len(members) == 1 else None,
         waited_s=waited_s,

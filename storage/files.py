@@ -14,6 +14,7 @@ import errno
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +205,30 @@ def replace_durably(path: Path, data: bytes, on_error: OnError = staging_error) 
             remove_quietly(temporary)
 
 
+class WriteProgress:
+    """How far one write has come, for others to look at while it runs, or to end it before its next piece."""
+
+    def __init__(self) -> None:
+        self.done_bytes = 0
+        self.ended = False  # it is over, well or not
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Nobody needs the file any more: the write ends with StagingError at its next piece."""
+        self._given_up.set()
+
+    def check(self, path: Path, nbytes: int) -> None:
+        """Raises StagingError once the write has been given up."""
+        if self._given_up.is_set():
+            raise StagingError(
+                f"the write of {path} was given up after {self.done_bytes} of {nbytes} bytes: its attempt had failed "
+                "elsewhere. The partial file is removed; the previous checkpoint stands.",
+                path=str(path),
+                done_bytes=self.done_bytes,
+                nbytes=nbytes,
+            )
+
+
 def write_image(
     buffer: memoryview,
     path: Path,
@@ -211,20 +236,23 @@ def write_image(
     block_bytes: int = DEFAULT_BLOCK_BYTES,
     threads: int = DEFAULT_THREADS,
     sync_directory: bool = True,
+    progress: WriteProgress | None = None,
 ) -> BlockDigests:
     """Writes a shard file from memory, hashing its blocks on `threads` threads meanwhile; whole and fsynced at return.
 
     The file has its name only once it is whole; one that stood there is replaced. The caller may not change the
     buffer until this returns. With `sync_directory=False` the caller owes fsync_dir(path.parent) before it tells.
-    Raises StagingError with path, done_bytes, errno and free_bytes; the partial file is removed.
+    Raises StagingError with path, done_bytes, errno and free_bytes, or without errno once `progress` was given up; the
+    partial file is removed.
     """
     view = memoryview(buffer).cast("B")
     temporary = temporary_beside(path)
-    progress = [0]
+    progress = progress if progress is not None else WriteProgress()
     try:
         failpoint("storage.write_image.begin")
+        progress.check(path, len(view))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        digests = _write_and_hash(fd, view, block_bytes, threads, progress)
+        digests = _write_and_hash(fd, view, path, block_bytes, threads, progress)
         temporary.replace(path)
         if sync_directory:
             fsync_dir(path.parent)
@@ -233,12 +261,12 @@ def write_image(
         if not isinstance(error, OSError):
             raise
         free = free_bytes(path)
+        what = "removed" if removed else f"left as {temporary}: it cannot be removed"
         raise StagingError(
-            f"cannot write {path}: {_name(error)} after {progress[0]} of {len(view)} bytes ({free} bytes are free "
-            f"there). The partial file was {'removed' if removed else f'left as {temporary}: it cannot be removed'}; "
-            f"the previous checkpoint stands; {os_advice(error)}.",
+            f"cannot write {path}: {_name(error)} after {progress.done_bytes} of {len(view)} bytes ({free} bytes are "
+            f"free there). The partial file was {what}; the previous checkpoint stands; {os_advice(error)}.",
             path=str(path),
-            done_bytes=progress[0],
+            done_bytes=progress.done_bytes,
             nbytes=len(view),
             errno=error.errno,
             free_bytes=free,
@@ -246,8 +274,10 @@ def write_image(
     return digests
 
 
-def _write_and_hash(fd: int, view: memoryview, block_bytes: int, threads: int, progress: list[int]) -> BlockDigests:
-    """Writes and fsyncs on this thread while others hash; closes `fd`. `progress[0]` counts the bytes written."""
+def _write_and_hash(
+    fd: int, view: memoryview, path: Path, block_bytes: int, threads: int, progress: WriteProgress
+) -> BlockDigests:
+    """Writes and fsyncs on this thread while others hash; closes `fd`. `path` is for errors."""
     with ThreadPoolExecutor(max(1, threads), "lastgood-hash") as pool:
         hashes: list[Future[str]] = []
         try:
@@ -256,11 +286,12 @@ def _write_and_hash(fd: int, view: memoryview, block_bytes: int, threads: int, p
                 hashes += [pool.submit(hash_block, view, *part) for part in block_ranges(len(view), block_bytes)]
                 middle = len(view) // 2
                 for begin in range(0, len(view), WRITE_BYTES):
+                    progress.check(path, len(view))
                     piece = view[begin : begin + WRITE_BYTES]
                     if begin <= middle < begin + len(piece):
                         failpoint("storage.write_image.middle")
                     write_all(fd, piece, begin)
-                    progress[0] += len(piece)
+                    progress.done_bytes += len(piece)
                 failpoint("storage.write_image.before_fsync")
                 os.fsync(fd)
             finally:

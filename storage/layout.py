@@ -3,7 +3,7 @@
 Keys are relative to the root, with `/`, and start with the run's name; the same keys name objects in the store and
 files under the staging directory. Every name that becomes part of a key matches NAME, so it cannot be a path.
 
-    <run>/latest.json  lock  node.json  epoch.json  owner.json  records/  ledger/  epochs/
+    <run>/latest.json  lock  node.json  epoch.json  reserve/  owner.json  records/  ledger/  epochs/
     <run>/global_step_400/COMPLETED                                          the step's pointer
     <run>/global_step_400/<attempt>/{COMPLETED,manifest.json,DURABLE,staged.json}
     <run>/global_step_400/<attempt>/<role>/rank_00003.<component>.safetensors
@@ -170,6 +170,11 @@ class RunPaths:
     @property
     def lock(self) -> str:
         return f"{self.run}/lock"
+
+    @property
+    def reserve(self) -> str:
+        """Bytes that a staging directory keeps for records on a full disk."""
+        return f"{self.run}/reserve"
 
     @property
     def owner(self) -> str:

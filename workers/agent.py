@@ -180,13 +180,15 @@ class Agent:
             return self._do(order)
         except LastgoodError as error:
             return Answer(order.order_id, error=error)
-        except Exception as error:  # noqa: BLE001 - the user's state functions run in here; their error belongs to the order
+        except Exception as error:
             who = ", ".join(str(member) for member in order.members)
+            log.exception("%s raised during %s", who, order.kind.value)
+            where = traceback.extract_tb(error.__traceback__)[-1]
             return Answer(
                 order.order_id,
                 error=SnapshotError(
-                    f"{who} (pid {os.getpid()}) raised {type(error).__name__} during {order.kind.value}: {error}\n"
-                    f"{traceback.format_exc()}The previous checkpoint stands.",
+                    f"{who} (pid {os.getpid()}) raised {type(error).__name__} during {order.kind.value}: {error} (in "
+                    f"{where.name}, {where.filename}:{where.lineno}). The previous checkpoint stands.",
                     member=min(order.members, default=None),
                 ),
             )
@@ -240,7 +242,7 @@ class Agent:
             }
             for key, flat in flats.items():
                 self._layouts[key] = ImageLayout.of(flat, self._layouts.get(key))
-            requests = [ImageRequest(*key, self._layouts[key].nbytes) for key in flats]
+            requests = [ImageRequest(*key, self._layouts[key].nbytes, head.attempt) for key in flats]
             self._let_go(requests)
             paths = self._link.provide(self.process, requests)
             self._paths.update(paths)

@@ -1,5 +1,8 @@
 """The staging directory of one node: everything of a stager that lies on disk. No asyncio, no Ray, no images.
 
+A full disk must not keep a node from saying so: a reserve of RESERVE_BYTES is given up for a refuse record or an epoch
+note that finds no room, and taken again when there is some.
+
 Order of effects, which the promises rest on: shards are fsynced before staged.json, staged.json before an accept
 record, the record before it is acknowledged, manifest.json before COMPLETED, COMPLETED before the pointers. Records
 and COMPLETED are created once and never written again. Files go only when a refuse record stands.
@@ -7,6 +10,7 @@ and COMPLETED are created once and never written again. Files go only when a ref
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -23,7 +27,7 @@ from ..coordinator.messages import AttemptHead, AttemptInventory, RecordState
 from ..storage import layout
 from ..storage.errors import FencedError, IntegrityError, StagingError, UsageError
 from ..storage.failpoints import failpoint
-from ..storage.files import create_once, is_temporary, make_dirs_durably, replace_durably
+from ..storage.files import FULL, create_once, is_temporary, make_dirs_durably, remove_quietly, replace_durably
 from ..storage.ids import new_id, utc_text
 from ..storage.layout import RunPaths
 from ..storage.manifest import (
@@ -43,6 +47,9 @@ from ..storage.manifest import (
 
 log = logging.getLogger("lastgood.stager")
 _T = TypeVar("_T")
+
+RESERVE_BYTES = 256 << 10  # far more than a refuse record, an epoch note and the blocks of their directories need
+RESERVE_NAMES = 4  # a record is made as a temporary file and a link, and tmpfs counts each as an inode
 
 
 class NodeDisk:
@@ -67,9 +74,13 @@ class NodeDisk:
             ) from error
         self._final: dict[str, AttemptInventory] = {}  # under _looking: attempts of which nothing changes any more
         self._looking = threading.Lock()
+        self._reserving = threading.Lock()
+        self._pointing = threading.Lock()  # one at a time reads pointers and replaces them by what it has read
         self._lock = self._take_lock(holder)
         self.node = self._identity()
         self.highest_epoch = self._read_epoch()
+        make_dirs_durably(self.paths.place(self.paths.records))
+        self._keep_reserve()
 
     def close(self) -> None:
         """Gives the directory back. Idempotent."""
@@ -100,15 +111,63 @@ class NodeDisk:
                 path=str(self.staging),
                 owner=owner,
             ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, holder.encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock counts, the name in it is for people
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, holder.encode(), 0)
         return lock
 
     def _identity(self) -> str:
         path = self.paths.place(self.paths.node)
+        if path.exists():  # also on a full disk, which takes no temporary file
+            return NodeIdentity.from_bytes(path.read_bytes(), where=str(path)).node
         host = "".join(c if c.isalnum() or c in "-." else "-" for c in socket.gethostname())[:40].lstrip("-.") or "node"
         create_once(path, NodeIdentity(node=new_id(host)).to_bytes())
         return NodeIdentity.from_bytes(path.read_bytes(), where=str(path)).node
+
+    # -- the reserve
+
+    def _keep_reserve(self) -> None:
+        """Takes the reserve's bytes and names if they are not held; on a full disk that is tried again later."""
+        with self._reserving:
+            folder = self.paths.place(self.paths.reserve)
+            try:
+                folder.mkdir(exist_ok=True)
+                for number in range(RESERVE_NAMES):
+                    place = folder / str(number)
+                    if not place.exists():
+                        self._reserve(place, RESERVE_BYTES if number == 0 else 0)
+            except OSError as error:
+                log.warning("%s: no %d bytes could be kept for records: %s", self.staging, RESERVE_BYTES, error)
+
+    @staticmethod
+    def _reserve(place: Path, nbytes: int) -> None:
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if nbytes:
+                os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            place.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _even_when_full(self, write: Callable[[], _T]) -> _T:
+        """Makes a small write that a full disk must not prevent: it is made again in the reserve's place."""
+        try:
+            return write()
+        except StagingError as error:
+            if error.facts.get("errno") not in FULL:
+                raise
+            with self._reserving:
+                held = _listed(self.paths.place(self.paths.reserve))
+                for place in held:
+                    remove_quietly(place)
+            if not held:
+                raise  # it has been given up already
+        try:
+            return write()
+        finally:
+            self._keep_reserve()
 
     # -- epochs
 
@@ -132,7 +191,8 @@ class NodeDisk:
             )
         if epoch > self.highest_epoch:
             note = EpochNote(epoch=epoch, noted_at=utc_text(self._clock()))
-            replace_durably(self.paths.place(self.paths.epoch_note), note.to_bytes())
+            path = self.paths.place(self.paths.epoch_note)
+            self._even_when_full(lambda: replace_durably(path, note.to_bytes()))
             self.highest_epoch = epoch
 
     # -- staging
@@ -196,8 +256,9 @@ class NodeDisk:
         return self._write_record(head, record)
 
     def refuse(self, head: AttemptHead, reason: str) -> RecordState:
-        """Creates the refuse record unless one stands; tells which stands."""
-        return self._write_record(head, Record(state="refuse", head=_head(head), reason=reason))
+        """Creates the refuse record unless one stands; tells which stands. A full disk does not prevent it."""
+        record = Record(state="refuse", head=_head(head), reason=reason)
+        return self._even_when_full(lambda: self._write_record(head, record))
 
     def _write_record(self, head: AttemptHead, record: Record) -> RecordState:
         path = self.paths.place(self.paths.record(head.attempt))
@@ -229,7 +290,8 @@ class NodeDisk:
         failpoint("stager.publish.before_completed")
         create_once(self.paths.place(self.paths.completed(head.step, head.attempt)), completed.to_bytes())
         failpoint("stager.publish.after_completed")
-        self._publish_pointers(completed)
+        with self._pointing:
+            self._publish_pointers(completed)
 
     def _publish_pointers(self, completed: Completed) -> None:
         pointer = self.paths.place(self.paths.pointer(completed.step))
@@ -256,9 +318,10 @@ class NodeDisk:
             DurableNote(head=_head(head), noted_at=now).to_bytes(),
         )
         path = self.paths.place(self.paths.latest)
-        latest = self._read(Latest, path)
-        if isinstance(latest, Latest) and latest.attempt == head.attempt and latest.durable_at is None:
-            replace_durably(path, latest.model_copy(update={"durable_at": now}).to_bytes())
+        with self._pointing:
+            latest = self._read(Latest, path)
+            if isinstance(latest, Latest) and latest.attempt == head.attempt and latest.durable_at is None:
+                replace_durably(path, latest.model_copy(update={"durable_at": now}).to_bytes())
 
     # -- what lies here
 
@@ -382,6 +445,7 @@ class NodeDisk:
                 attempt=head.attempt,
             )
         self._remove(self.paths.place(self.paths.attempt_dir(head.step, head.attempt)))
+        self._keep_reserve()
 
     def collect(self, head: AttemptHead, reason: str) -> None:
         """Deletes a committed attempt that retention lets go: tombstone in COMPLETED's place first, then the files.
@@ -389,7 +453,7 @@ class NodeDisk:
         The tombstone stays, so that nobody who wakes up late completes it again. May be repeated. Raises UsageError
         when the attempt is neither committed nor collected here.
         """
-        with self._looking:
+        with self._looking, self._pointing:
             self._final.pop(head.attempt, None)
             folder = self._bury(head, reason)
         failpoint("stager.collect.tombstone")
@@ -432,7 +496,8 @@ class NodeDisk:
     def sweep(self, keep: Iterable[str] = ()) -> list[str]:
         """Deletes what a killed stager left: writes that never finished, attempts without staged.json or a record.
 
-        Only at start, or for attempts not in flight (`keep` names those). Returns the names of what went.
+        Only at start, or for attempts not in flight (`keep` names those). Returns the names of what went. What a disk
+        does not let go costs space and nothing else.
         """
         kept = set(keep)
         gone = []
@@ -440,15 +505,18 @@ class NodeDisk:
         for folder, _, names in os.walk(self.paths.place(self.run)):
             for name in names:
                 if is_temporary(name):
-                    Path(folder, name).unlink(missing_ok=True)
+                    remove_quietly(Path(folder, name))
         for step, attempt in list(self._attempt_dirs()):
             completed = self.paths.place(self.paths.completed(step, attempt))
             standing = self._whole(lambda path=completed: read_completed(path.read_bytes(), where=str(path)))
-            if isinstance(standing, Tombstone):
-                self._empty(completed.parent, attempt)  # a death came between tombstone and files
-            elif attempt not in kept and standing is None and self._look(step, attempt) is None:
-                self._remove(self.paths.place(self.paths.attempt_dir(step, attempt)))
-                gone.append(attempt)
+            try:
+                if isinstance(standing, Tombstone):
+                    self._empty(completed.parent, attempt)  # a death came between tombstone and files
+                elif attempt not in kept and standing is None and self._look(step, attempt) is None:
+                    self._remove(self.paths.place(self.paths.attempt_dir(step, attempt)))
+                    gone.append(attempt)
+            except OSError as error:
+                log.warning("what was left of attempt %s in %s stays for now: %s", attempt, self.staging, error)
         return gone
 
     def _remove(self, folder: Path) -> None:

@@ -4,8 +4,8 @@ r"""The quiescent window of one member: when its weights may be copied. The rule
                                   \------close()--------> closed
 
 `copying(step)` needs the window of that step open, and while it lasts the optimizer's next step waits in its
-pre-hook. The wait is bounded: past `hold_limit_s` training goes on and the copy is void (copying() raises
-DeadlineError at its end), so a stuck copy costs one attempt and never the run.
+pre-hook. The wait is bounded: `hold_limit_s` after the copy began training goes on and the copy is void (copying()
+raises DeadlineError at its end), so a stuck copy costs one attempt and never the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ HOLD_LIMIT_S = 600.0
 class _Copy:
     """One copy under way."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, until: float) -> None:
         self.what = what
+        self.until = until  # updates wait for it no longer
         self.void = False  # an update began while it ran
 
 
@@ -57,7 +58,7 @@ class Gate:
     def __init__(
         self, member: str, *, hold_limit_s: float = HOLD_LIMIT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`hold_limit_s`: the longest that an update, a mark or close() waits for running copies."""
+        """`hold_limit_s`: how long a copy may hold updates back, counted from its own begin; for marks, their wait."""
         self.member = member
         self.hold_limit_s = hold_limit_s
         self._clock = clock
@@ -139,7 +140,7 @@ class Gate:
             if optimizer in self._updates and self._updates[optimizer].is_on(frame.f_back):
                 return
             self._open_step = None  # no further copy begins while this update waits for those that run
-            if not self._wait_for_copies(self.hold_limit_s):
+            if not self._wait_for_copies(max([copy.until for copy in self._copies], default=0.0) - self._clock()):
                 for copy in self._copies:
                     copy.void = True
             self._open_step = None  # a mark that was under way may have opened it
@@ -154,7 +155,7 @@ class Gate:
             return True
 
     def _begin(self, what: str) -> _Copy:
-        copy = _Copy(what)
+        copy = _Copy(what, self._clock() + self.hold_limit_s)
         self._copies.append(copy)
         return copy
 

@@ -18,7 +18,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from ..storage.errors import SnapshotError
+from ..storage.errors import SnapshotError, StagingError
 
 PAGE_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
@@ -63,27 +63,21 @@ class Image:
     def create(cls, path: Path, payload_bytes: int) -> Image:
         """Creates the file with all its pages reserved (a full /dev/shm is an error here, never a SIGBUS later).
 
-        Raises SnapshotError naming needed and free bytes when shared memory is too small; nothing is left behind then.
+        Raises SnapshotError naming needed and free bytes when shared memory is too small (or has no names left, or is
+        gone); nothing is left behind then.
         """
         capacity = rounded_up(payload_bytes)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _no_image(path, PAGE_BYTES + capacity, error) from error
         try:
             os.posix_fallocate(descriptor, 0, PAGE_BYTES + capacity)
             os.pwrite(descriptor, _HEADER.pack(_MAGIC, ImageState.FREE, 0, capacity, 0, b""), 0)
             mapping = mmap.mmap(descriptor, PAGE_BYTES + capacity)
         except OSError as error:
-            path.unlink()
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                free = shutil.disk_usage(path.parent).free
-                raise SnapshotError(
-                    f"shared memory is too small for an image of {PAGE_BYTES + capacity:,} bytes: {path.parent} has "
-                    f"{free:,} bytes free. The previous checkpoint stands. Give the container more shared memory "
-                    f"(--shm-size, or a larger tmpfs) or set image_root to a larger tmpfs.",
-                    needed_bytes=PAGE_BYTES + capacity,
-                    free_bytes=free,
-                    path=str(path),
-                ) from error
-            raise
+            path.unlink(missing_ok=True)
+            raise _no_image(path, PAGE_BYTES + capacity, error) from error
         finally:
             os.close(descriptor)
         return cls(path, mapping)
@@ -170,6 +164,34 @@ class Image:
             return
 
 
+def _no_image(path: Path, needed_bytes: int, error: OSError) -> SnapshotError:
+    """Why there is no image, for a person."""
+    try:
+        found = os.statvfs(path.parent)
+    except OSError:  # the folder itself is gone
+        found = None
+    free = None if found is None else found.f_bavail * found.f_frsize
+    facts = {"needed_bytes": needed_bytes, "free_bytes": free, "path": str(path), "errno": error.errno}
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT) or found is None or free is None:
+        return SnapshotError(
+            f"an image of {needed_bytes:,} bytes cannot be made at {path}: {error.strerror}. The previous checkpoint "
+            "stands. Does something clean up in image_root while lastgood runs?",
+            **facts,
+        )
+    if free >= needed_bytes and found.f_files and not found.f_favail:
+        return SnapshotError(
+            f"shared memory has no room for another file: {path.parent} has {free:,} bytes free and no inode. The "
+            "previous checkpoint stands. Remove files there, or set image_root to a tmpfs with a larger nr_inodes.",
+            **facts,
+        )
+    return SnapshotError(
+        f"shared memory is too small for an image of {needed_bytes:,} bytes: {path.parent} has {free:,} bytes free. "
+        "The previous checkpoint stands. Give the container more shared memory (--shm-size, or a larger tmpfs) or set "
+        "image_root to a larger tmpfs.",
+        **facts,
+    )
+
+
 class ImageRoom:
     """The stager's images on this node: one folder in shared memory, locked while the stager lives.
 
@@ -181,8 +203,17 @@ class ImageRoom:
         prefix = f"lastgood.{os.getuid()}.{run}.{node}."
         self._sweep(root, prefix)
         self.folder = root / f"{prefix}{incarnation}"
-        self.folder.mkdir(mode=0o700)
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self.folder.mkdir(mode=0o700)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise StagingError(
+                f"no images can be kept in {root}: {error.strerror}. Nothing was changed. Make room there, or set "
+                f"image_root to a tmpfs that uid {os.getuid()} may write to.",
+                path=str(root),
+                errno=error.errno,
+            ) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._count = 0
 

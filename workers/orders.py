@@ -66,8 +66,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """A member's wish for an image of `nbytes` for one component."""
+    """A member's wish for an image of `nbytes` for one component, to copy it for an attempt."""
 
     member: MemberId
     component: str
     nbytes: int
+    attempt: str = ""

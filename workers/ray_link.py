@@ -14,7 +14,8 @@ import ray.exceptions
 
 from ..coordinator.messages import AttemptHead, MemberId, MemberInfo
 from ..coordinator.names import NAMESPACE, stager_name
-from ..storage.errors import LastgoodError
+from ..coordinator.ray_names import plain
+from ..storage.errors import LastgoodError, StagingError
 from ..storage.manifest import ShardRecord
 from .agent import StagerGoneError
 from .orders import Answer, ImageRequest, Order
@@ -55,9 +56,12 @@ class RayStagerLink:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, LastgoodError):
                 raise error.cause from None
-            raise
+            raise StagingError(
+                f"{self._name} could not {method}: {type(error.cause).__name__}: {error.cause}. The previous "
+                "checkpoint stands; look at the stager's log in Ray's dashboard."
+            ) from error
         except Exception as error:
             # Dead, restarting, not there by that name (ValueError), or Ray was shut down and started anew (a bare
             # Exception): look for it again.
             self._handle = None
-            raise StagerGoneError(f"{self._name} does not answer {method}: {error}") from error
+            raise StagerGoneError(f"{self._name} does not answer {method}: {plain(error)}") from error

@@ -7,7 +7,7 @@ untouched while the next is copied. Used on the stager's event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..coordinator.messages import MemberId
@@ -29,9 +29,12 @@ class _Slot:
 class Slots:
     """Every image of one stager."""
 
-    def __init__(self, room: ImageRoom, node: str, per_component: int) -> None:
-        """`per_component`: how many images one component may have at a time."""
+    def __init__(
+        self, room: ImageRoom, node: str, per_component: int, create: Callable[[ImageRequest], Awaitable[Image]]
+    ) -> None:
+        """`per_component`: how many images one component may have at a time. `create` makes one in the room."""
         self._room = room
+        self._create = create
         self._node = node
         self._per_component = per_component
         self._slots: dict[Key, list[_Slot]] = {}
@@ -52,7 +55,7 @@ class Slots:
                 key = (request.member, request.component)
                 slot = next((slot for slot in self._slots.get(key, []) if not _is_awaited(slot, awaited)), None)
                 if slot is None:
-                    slot = _Slot(await asyncio.to_thread(self._room.create, request.nbytes), process)
+                    slot = _Slot(await self._create(request), process)
                     self._slots.setdefault(key, []).append(slot)
                 elif slot.image.state is not ImageState.FREE:  # half-copied for an attempt that failed, or staged
                     slot.image.free()
@@ -93,10 +96,19 @@ class Slots:
             else:
                 self._destroy(key, slot)
 
-    def bury(self, process: str) -> None:
-        """A process is gone. A sealed image outlives it: the attempt it belongs to may still commit."""
+    def images(self) -> list[tuple[Key, Image]]:
+        """Every image here, with the component that it is for."""
+        return [(key, slot.image) for key, slot in self._all()]
+
+    def attempts_of(self, key: Key) -> list[str]:
+        """The attempts that the component's images were filled for last."""
+        return [slot.image.attempt for slot in self._slots.get(key, [])]
+
+    def bury(self, process: str, given_up: Collection[str]) -> None:
+        """A process is gone. A sealed image outlives it: its attempt may still commit, unless it was given up."""
         for key, slot in list(self._all()):
-            if slot.process == process and slot.image.state is not ImageState.SEALED:
+            needed = slot.image.state is ImageState.SEALED and slot.image.attempt not in given_up
+            if slot.process == process and not needed:
                 self._destroy(key, slot)
 
     def _all(self) -> Iterator[tuple[Key, _Slot]]:

@@ -1,19 +1,22 @@
 """The stager: one per node, owner of the node's staging directory and of its images. Imports no torch and no Ray.
 
 It answers the coordinator (coordinator/ports.py), the agents of its node (poll, images, locate) and other stagers
-(read). File work runs in threads; all state lives on the event loop. The trainers may die as soon as their images are
+(read). All state lives on the event loop; the disk, the images' memory and the store each have threads of their own, so
+that one of them standing still takes nothing from the others. The trainers may die as soon as their images are
 sealed: staging, accepting and uploading need nothing but this process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..coordinator.messages import (
     AttemptHead,
@@ -29,15 +32,23 @@ from ..coordinator.messages import (
     SnapshotOrder,
 )
 from ..storage.digest import DEFAULT_BLOCK_BYTES, BlockDigests
-from ..storage.errors import LastgoodError, SnapshotError, StagingError, StoreError
-from ..storage.failpoints import failpoint
-from ..storage.files import write_image
+from ..storage.errors import (
+    DeadlineError,
+    LastgoodError,
+    SnapshotError,
+    StagingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ..storage.failpoints import VARIABLE, failpoint
+from ..storage.files import WriteProgress, staging_error, write_image
 from ..storage.ids import ulid
+from ..storage.lanes import Lane
 from ..storage.layout import shard_path
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import Store
 from .disk import NodeDisk
-from .images import ImageRoom, ImageState
+from .images import Image, ImageRoom, ImageState
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .processes import Processes
 from .slots import Slots
@@ -46,6 +57,14 @@ log = logging.getLogger("lastgood.stager")
 _T = TypeVar("_T")
 
 RELEASE_S = 60.0  # until paused components run again
+DISK_S = 60.0  # for one look at the staging directory, or one small write there
+MEMORY_S = 30.0  # until an image's pages are there
+STORE_S = 60.0  # for one look into the store
+SHARD_S = 3600.0  # for one shard to or from the store; the coordinator's upload_s bounds an upload more tightly
+LET_GO_S = 5.0  # until a write whose attempt was given up has ended
+DISK_THREADS = 8
+MEMORY_THREADS = 2
+STORE_THREADS = 4
 READ_BYTES = 8 << 20  # one piece of a shard that travels between stagers
 
 PeerRead = Callable[[str, AttemptHead, str], AsyncIterator[bytes]]  # (node, attempt, shard path) -> pieces
@@ -59,6 +78,26 @@ class _Snapshot:
     vote: NodeSnapshot
     shards: tuple[SealedShard, ...]
     staged: asyncio.Future[tuple[ShardRecord, ...]] | None = None
+    progress: dict[tuple[MemberId, str], WriteProgress] = field(default_factory=dict)  # of the writes, once begun
+
+    @property
+    def being_written(self) -> bool:
+        return self.staged is not None and not self.staged.done()
+
+    def unwritten(self) -> tuple[list[str], MemberId | None]:
+        """What is not on the disk yet, a phrase for each shard, and whose shard the first one is."""
+        told: list[str] = []
+        first: MemberId | None = None
+        for shard in self.shards:
+            progress = self.progress.get((shard.member, shard.component))
+            if progress is not None and progress.ended:
+                continue
+            name = shard_path(shard.member.role, shard.member.rank, shard.component)
+            how_far = "has not begun" if progress is None else f"has {progress.done_bytes} of {shard.nbytes} bytes"
+            told.append(f"{name} {how_far}")
+            if progress is not None and first is None:
+                first = shard.member
+        return told, first
 
 
 @dataclass(frozen=True)
@@ -88,7 +127,7 @@ class Stager:
         self._store = store
         self._peer_read = peer_read
         self._processes = Processes(self.node, changed, self._on_death)
-        self._slots = Slots(self._room, self.node, config.images_per_component)
+        self._slots = Slots(self._room, self.node, config.images_per_component, self._create_image)
         self._snapshots: dict[str, _Snapshot] = {}
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
@@ -99,13 +138,37 @@ class Stager:
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
         self._writers = asyncio.Semaphore(config.write_threads)
+        self._disk_lane = Lane(f"the staging disk of node {self.node} at {config.staging}", DISK_THREADS, StagingError)
+        self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
+        self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
+        self._uploads: dict[str, asyncio.Future[None]] = {}  # by attempt
         self._locates: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def close(self) -> None:
         """Lets every agent go, unlinks every image and gives the directory back."""
         self._processes.close()
+        for work in [*self._uploads.values(), *(s.staged for s in self._snapshots.values() if s.staged is not None)]:
+            work.cancel()
         self._room.close()
         self._disk.close()
+        for lane in (self._disk_lane, self._memory_lane, self._store_lane):
+            lane.close()
+
+    async def _on_disk(self, doing: str, work: Callable[..., _T], *arguments: object) -> _T:
+        """Work on the staging directory, in a thread. An error of the operating system becomes a StagingError."""
+        try:
+            return await self._disk_lane.run(f"{doing} it", lambda: work(*arguments), DISK_S)
+        except OSError as error:
+            raise staging_error(doing, Path(error.filename or self._config.staging), error) from error
+
+    async def _at_store(self, doing: str, work: Callable[..., _T], *arguments: object, limit_s: float = STORE_S) -> _T:
+        """A call to the store, in a thread. Raises StoreUnavailableError when it hangs."""
+        return await self._store_lane.run(doing, lambda: work(*arguments), limit_s)
+
+    async def _pass(self, point: str) -> None:
+        """Passes a failpoint, off the loop, so that a pause stops this call and nothing else."""
+        if os.environ.get(VARIABLE):
+            await asyncio.to_thread(failpoint, point)
 
     # -- the coordinator's side (ports.ParticipantPort)
 
@@ -118,7 +181,7 @@ class Stager:
             self._heard_epoch = epoch
         if declarations:
             self._declarations = tuple(declarations)
-        on_disk = await asyncio.to_thread(self._disk.inventory)
+        on_disk = await self._on_disk("list", self._disk.inventory)
         return Inventory(
             node=self.node,
             incarnation=self.incarnation,
@@ -215,7 +278,7 @@ class Stager:
             return standing.vote  # asked again
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await asyncio.to_thread(failpoint, "stager.snapshot.begin")
+        await self._pass("stager.snapshot.begin")
         answers = await self._processes.ask_all(
             self._processes.hosts(order.members),
             lambda members: _order(OrderKind.SNAPSHOT, epoch, order.deadline_s, members, step=head.step, head=head),
@@ -229,7 +292,7 @@ class Stager:
         shards = tuple(self._checked(head, shard) for answer in answers for shard in answer.shards)
         vote = NodeSnapshot(self.node, _reports(answers), loop.time() - began)
         self._snapshots[head.attempt] = _Snapshot(head, vote, shards)
-        await asyncio.to_thread(failpoint, "stager.snapshot.sealed")
+        await self._pass("stager.snapshot.sealed")
         return vote
 
     def _checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
@@ -254,41 +317,71 @@ class Stager:
         await self._heed(epoch)
         snapshot = self._snapshots.get(head.attempt)
         if snapshot is None:
-            staged = await asyncio.to_thread(self._disk.read_staged, head)
+            staged = await self._on_disk("read", self._disk.read_staged, head)
             if staged is not None:
                 return staged  # asked again after it was done
             raise StagingError(
-                f"node {self.node} holds no images for attempt {head.attempt} (its stager was restarted). "
-                "The previous checkpoint stands.",
+                f"node {self.node} holds no images for attempt {head.attempt} (its stager was restarted, or the "
+                "attempt was given up). The previous checkpoint stands.",
                 node=self.node,
             )
         if snapshot.staged is None:
             snapshot.staged = asyncio.ensure_future(self._stage(snapshot))
-        return await asyncio.wait_for(asyncio.shield(snapshot.staged), deadline_s)
+            snapshot.staged.add_done_callback(_observed)
+        await asyncio.wait({snapshot.staged}, timeout=deadline_s)
+        if snapshot.being_written:
+            unwritten, member = snapshot.unwritten()
+            raise DeadlineError(
+                f"the disk of node {self.node} has not taken attempt {head.attempt} within {deadline_s:.1f} s: "
+                f"{'; '.join(unwritten[:4]) or 'the list of shards is not written'}. The previous checkpoint stands. "
+                f"Look at the disk of {self._config.staging} (dmesg, iostat), or allow more time (stage_deadline_s).",
+                member=member,
+                node=self.node,
+                waited_s=deadline_s,
+            )
+        return snapshot.staged.result()
 
     async def _stage(self, snapshot: _Snapshot) -> tuple[ShardRecord, ...]:
         head = snapshot.head
-        await asyncio.to_thread(failpoint, "stager.stage.begin")
-        results = await asyncio.gather(*(self._write(head, shard) for shard in snapshot.shards), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                # Without staged.json it can never be accepted: give the space back now, records need some.
-                await asyncio.to_thread(self._disk.discard, head)
-                raise result
-        records = tuple(result for result in results if isinstance(result, ShardRecord))
-        await asyncio.to_thread(failpoint, "stager.stage.written")
-        await asyncio.to_thread(self._disk.write_staged, head, records)
-        self._free(snapshot)
+        try:
+            await self._pass("stager.stage.begin")
+            results = await asyncio.gather(
+                *(self._write(snapshot, shard) for shard in snapshot.shards), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            records = tuple(result for result in results if isinstance(result, ShardRecord))
+            await self._pass("stager.stage.written")
+            await self._on_disk("write the list of shards in", self._disk.write_staged, head, records)
+        except Exception:
+            # Without staged.json it can never be accepted: give the space back now, records need some.
+            try:
+                await self._on_disk("clean", self._disk.discard, head)
+            except LastgoodError as error:
+                log.warning("attempt %s failed and its files are still here: %s", head.attempt, error)
+            raise
+        finally:
+            self._free(snapshot)
         return records
 
-    async def _write(self, head: AttemptHead, shard: SealedShard) -> ShardRecord:
-        image = self._slots.find((shard.member, shard.component), shard.image)
+    async def _write(self, snapshot: _Snapshot, shard: SealedShard) -> ShardRecord:
+        head, key = snapshot.head, (shard.member, shard.component)
+        image = self._slots.find(key, shard.image)
         assert image is not None, "a sealed image outlives its process until its attempt is over"
         path = shard_path(shard.member.role, shard.member.rank, shard.component)
         async with self._writers:
-            place = await asyncio.to_thread(self._disk.shard_file, head, path)
+            progress = snapshot.progress[key] = WriteProgress()
+            if head.attempt in self._given_up:
+                progress.give_up()
             payload = image.payload[: shard.nbytes]
-            digests = await asyncio.to_thread(write_image, payload, place, block_bytes=self._config.block_bytes)
+            try:
+                digests = await asyncio.to_thread(self._write_file, head, path, payload, progress)
+            except LastgoodError as error:
+                raise type(error)(
+                    f"{shard.member}.{shard.component}: {error.message}",
+                    **{**error.facts, "member": shard.member, "node": self.node},
+                ) from error
         image.mark_staged()
         return ShardRecord(
             role=shard.member.role,
@@ -303,8 +396,16 @@ class Stager:
             chunks=shard.chunks,
         )
 
+    def _write_file(self, head: AttemptHead, path: str, payload: memoryview, progress: WriteProgress) -> BlockDigests:
+        """Writes one shard; blocks. However it ends, `progress.ended` is set."""
+        try:
+            place = self._disk.shard_file(head, path)
+            return write_image(payload, place, block_bytes=self._config.block_bytes, progress=progress)
+        finally:
+            progress.ended = True
+
     def _free(self, snapshot: _Snapshot) -> None:
-        """The attempt needs its images no longer; those of dead processes go."""
+        """The attempt needs its images no longer; those of dead processes go. May be repeated."""
         self._snapshots.pop(snapshot.head.attempt, None)
         self._drop_images(snapshot.head.attempt)
 
@@ -313,49 +414,80 @@ class Stager:
 
     async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
         await self._heed(epoch)
-        return await asyncio.to_thread(self._disk.accept, head, manifest)
+        return await self._on_disk("accept in", self._disk.accept, head, manifest)
 
     async def refuse(self, epoch: int, head: AttemptHead, reason: str) -> RecordState:
         await self._heed(epoch)
-        self._given_up.append(head.attempt)
-        return await asyncio.to_thread(self._disk.refuse, head, reason)
+        self._give_up(head.attempt)
+        return await self._on_disk("refuse in", self._disk.refuse, head, reason)
+
+    def _give_up(self, attempt: str) -> None:
+        """Nobody will accept the attempt: its images are free at once, or as soon as their writes have ended."""
+        self._given_up.append(attempt)
+        snapshot = self._snapshots.get(attempt)
+        if snapshot is None:
+            return
+        if snapshot.staged is None:
+            self._free(snapshot)
+        for progress in snapshot.progress.values():
+            progress.give_up()
 
     async def publish(self, epoch: int, completed: Completed, manifest: bytes) -> None:
         await self._heed(epoch)
-        await asyncio.to_thread(self._disk.publish, completed, manifest)
+        await self._on_disk("publish in", self._disk.publish, completed, manifest)
 
     async def upload(self, epoch: int, head: AttemptHead) -> None:
         await self._heed(epoch)
-        staged = await asyncio.to_thread(self._disk.read_staged, head)
+        upload = self._uploads.get(head.attempt)
+        if upload is None:  # asked again while it runs, it goes on
+            upload = self._uploads[head.attempt] = asyncio.ensure_future(self._upload(epoch, head))
+            upload.add_done_callback(_observed)
+            upload.add_done_callback(lambda _: self._uploads.pop(head.attempt, None))
+        await asyncio.shield(upload)
+
+    async def _upload(self, epoch: int, head: AttemptHead) -> None:
+        staged = await self._on_disk("read", self._disk.read_staged, head)
         if staged is None:
             raise StagingError(
                 f"node {self.node} has no staged shards of attempt {head.attempt} to upload", node=self.node
             )
+        await self._look_at_store(epoch)
         for record in staged:
             key = self._disk.paths.shard(head.step, head.attempt, record.path)
             place = self._disk.paths.place(key)
-            await asyncio.to_thread(failpoint, "stager.upload.shard")
-            await asyncio.to_thread(self._store.put_file, key, place, BlockDigests.of_record(record))
+            await self._pass("stager.upload.shard")
+            digests = BlockDigests.of_record(record)
+            await self._at_store(f"storing {key}", self._store.put_file, key, place, digests, limit_s=SHARD_S)
 
     async def note_durable(self, epoch: int, head: AttemptHead) -> None:
         await self._heed(epoch)
-        await asyncio.to_thread(self._disk.note_durable, head)
+        await self._on_disk("note in", self._disk.note_durable, head)
 
     async def discard(self, epoch: int, head: AttemptHead) -> None:
         await self.release(epoch, head)
-        self._given_up.append(head.attempt)
+        self._give_up(head.attempt)
         snapshot = self._snapshots.get(head.attempt)
-        if snapshot is not None:
-            if snapshot.staged is not None:
-                await asyncio.wait([snapshot.staged])  # a write under way ends before its files and images go
-            self._free(snapshot)
-        self._drop_images(head.attempt)  # sealed by members whose node as a whole did not vote
-        await asyncio.to_thread(self._disk.discard, head)
+        if snapshot is not None and snapshot.staged is not None:
+            await asyncio.wait({snapshot.staged}, timeout=LET_GO_S)  # a write ends before its files and images go
+            if snapshot.being_written:
+                raise self._still_writing(snapshot)
+        self._drop_images(head.attempt)  # also those sealed by members whose node as a whole did not vote
+        await self._on_disk("clean", self._disk.discard, head)
+
+    def _still_writing(self, snapshot: _Snapshot) -> StagingError:
+        unwritten, member = snapshot.unwritten()
+        return StagingError(
+            f"attempt {snapshot.head.attempt} failed, and node {self.node} still writes it: "
+            f"{'; '.join(unwritten[:4])}. Its images are free when that ends. Look at the disk of "
+            f"{self._config.staging} (dmesg, iostat).",
+            node=self.node,
+            member=member,
+        )
 
     async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
         """Deletes a committed attempt that retention lets go; see NodeDisk.collect."""
         await self._heed(epoch)
-        await asyncio.to_thread(self._disk.collect, head, reason)
+        await self._on_disk("collect in", self._disk.collect, head, reason)
 
     async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
         """Every member here reads and verifies the checkpoint into host memory. Live state is not touched.
@@ -380,27 +512,31 @@ class Stager:
         """Members drop what they loaded and did not apply; fetched copies are deleted."""
         await self._heed(epoch)
         await self._processes.ask_all(self._hosts(), lambda members: _order(OrderKind.FORGET, epoch, 60.0, members))
-        await asyncio.to_thread(self._disk.remove_fetched)
+        await self._on_disk("clean", self._disk.remove_fetched)
 
     async def _heed(self, epoch: int) -> None:
         """Refuses the past; notes a newer epoch durably before anything is done for it."""
         if epoch != self._disk.highest_epoch:
             async with self._epoch_lock:
-                await asyncio.to_thread(self._disk.note_epoch, epoch)
+                await self._on_disk("note an epoch in", self._disk.note_epoch, epoch)
 
     async def _see_store(self, epoch: int) -> None:
         """The store is one place for all nodes: the epoch that the coordinator claimed must be visible here."""
-        if self._seen_epoch == epoch:
-            return
+        if self._seen_epoch != epoch:
+            await self._look_at_store(epoch)
+            self._seen_epoch = epoch
+
+    async def _look_at_store(self, epoch: int) -> None:
+        """Raises StoreError unless the epoch's object stands: the directory of a lost mount takes files as well."""
         key = self._disk.paths.epoch(epoch)
-        if await asyncio.to_thread(self._store.find, key) is None:
+        if await self._at_store(f"looking for {key}", self._store.find, key) is None:
             raise StoreError(
                 f"node {self.node} ({self._config.address}) does not see {key} in the store {self._store.url}, which "
-                "the coordinator has just written there: the path is not the same place on every node. Nothing is "
-                "saved. Mount the same file system at this path on all nodes.",
+                "the coordinator has written there: the path is not the same place on every node, or its file system "
+                "is not mounted any more. Nothing was written there. Mount the same file system at this path on all "
+                "nodes.",
                 node=self.node,
             )
-        self._seen_epoch = epoch
 
     # -- the agents' side
 
@@ -418,11 +554,44 @@ class Stager:
         return await self._processes.poll(process, answer, wait_s)
 
     async def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
-        """Paths of free images with room for what a member will write; see Slots.provide."""
+        """Paths of free images with room for what a member will write; see Slots.provide.
+
+        Raises SnapshotError if memory is too small, or nobody waits for the attempt any more; StagingError if the last
+        attempt's images are still being written.
+        """
+        await self._writes_over(requests)
         return await self._slots.provide(process, requests, self._snapshots)
 
+    async def _create_image(self, request: ImageRequest) -> Image:
+        create = functools.partial(self._room.create, request.nbytes)
+        try:
+            return await self._memory_lane.run(f"making an image of {request.nbytes} bytes", create, MEMORY_S)
+        except SnapshotError as error:
+            facts = {**error.facts, "member": request.member, "node": self.node}
+            raise SnapshotError(f"{request.member}.{request.component}: {error.message}", **facts) from error
+
+    async def _writes_over(self, requests: Sequence[ImageRequest]) -> None:
+        """Waits for writes of attempts that were given up: until they end, nobody may fill their images."""
+        for request in requests:
+            if request.attempt and request.attempt in self._given_up:
+                raise SnapshotError(
+                    f"attempt {request.attempt} was given up before {request.member} was copied; nothing was copied",
+                    member=request.member,
+                    node=self.node,
+                )
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LET_GO_S
+        for request in requests:
+            for attempt in self._slots.attempts_of((request.member, request.component)):
+                snapshot = self._snapshots.get(attempt)
+                if snapshot is None or snapshot.staged is None or attempt not in self._given_up:
+                    continue
+                await asyncio.wait({snapshot.staged}, timeout=max(0.0, until - loop.time()))
+                if snapshot.being_written:
+                    raise self._still_writing(snapshot)
+
     def _on_death(self, process: str) -> None:
-        self._slots.bury(process)
+        self._slots.bury(process, self._given_up)
 
     # -- finding shards for a resume
 
@@ -439,7 +608,7 @@ class Stager:
             local = self._disk.paths.place(self._disk.paths.shard(head.step, head.attempt, record.path))
             outside = [(Path(source) / record.path, "path")] if source is not None else []
             for place, tier in ((local, "local"), *outside):
-                if str(place) not in rejected and await asyncio.to_thread(_has_size, place, record.nbytes):
+                if str(place) not in rejected and await self._on_disk("look at", _has_size, place, record.nbytes):
                     return str(place), tier
             fetches: list[tuple[str, Callable[[Path], Awaitable[None]]]] = []
             if record.node != self.node:
@@ -449,7 +618,7 @@ class Stager:
                 place = self._disk.fetched_file(head, tier, record.path)
                 if str(place) in rejected:
                     continue
-                if not await asyncio.to_thread(_has_size, place, record.nbytes):
+                if not await self._on_disk("look at", _has_size, place, record.nbytes):
                     try:
                         await fetch(place)
                     except (LastgoodError, OSError) as error:
@@ -463,20 +632,26 @@ class Stager:
     async def _fetch_peer(self, head: AttemptHead, record: ShardRecord, place: Path) -> None:
         with place.open("wb") as file:
             async for piece in self._peer_read(record.node, head, record.path):
-                await asyncio.to_thread(file.write, piece)
+                await self._on_disk("write", file.write, piece)
 
     async def _fetch_store(self, head: AttemptHead, record: ShardRecord, place: Path) -> None:
         key = self._disk.paths.shard(head.step, head.attempt, record.path)
         with place.open("wb") as file:
             for begin in range(0, record.nbytes, READ_BYTES):
                 end = min(begin + READ_BYTES, record.nbytes)
-                piece = await asyncio.to_thread(self._store.read_range, key, begin, end)
-                await asyncio.to_thread(file.write, piece)
+                piece = await self._at_store(f"reading {key}", self._store.read_range, key, begin, end)
+                await self._on_disk("write", file.write, piece)
 
     async def read(self, head: AttemptHead, path: str, begin: int, nbytes: int) -> bytes:
         """A piece of a shard here, for another node's resume; shorter at the end of the file, empty past it."""
         place = self._disk.paths.place(self._disk.paths.shard(head.step, head.attempt, path))
-        return await asyncio.to_thread(_read_piece, place, begin, min(nbytes, READ_BYTES))
+        return await self._on_disk("read", _read_piece, place, begin, min(nbytes, READ_BYTES))
+
+
+def _observed(future: asyncio.Future[Any]) -> None:
+    """The outcome of work that nobody may be waiting for; it must not be reported as never retrieved."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _order(

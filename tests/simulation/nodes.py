@@ -6,6 +6,7 @@ Every effect that the promises speak of is told to the referee first.
 
 from __future__ import annotations
 
+import errno
 from typing import Any, NamedTuple
 
 from lastgood.coordinator import commands as cmd
@@ -95,6 +96,8 @@ class SimNode:
         self.heads: dict[str, AttemptHead] = {}
         self.completed: set[str] = set()
         self.durable: set[str] = set()
+        # the disk: takes all, takes only refusals (full), or takes them and then reports a failure (faulty)
+        self.full = self.faulty = False
         # volatile
         self.up = True
         self.incarnation = 1
@@ -214,6 +217,8 @@ class SimNode:
             images = self.images.pop(head.attempt, None)
             if images is None:
                 raise StagingError(f"{self.name} has no images of {head.attempt}")
+            if self.full:
+                raise StagingError(f"the disk of {self.name} is full", errno=errno.ENOSPC)
             self.staged[head.attempt] = tuple(
                 Shard(m.role, m.rank, name, self.name, step)
                 for m, (step, _) in images.items()
@@ -227,6 +232,8 @@ class SimNode:
             return standing
         if head.attempt not in self.staged:
             return RecordState.UNKNOWN
+        if self.full:
+            raise StagingError(f"the disk of {self.name} is full", errno=errno.ENOSPC)
         self.manifests[head.attempt] = command.manifest
         return self._write(head, ACCEPT)
 
@@ -239,6 +246,8 @@ class SimNode:
     def _write(self, head: AttemptHead, record: RecordState) -> RecordState:
         self.records[head.attempt] = record
         self._referee.recorded(self.name, head, record)
+        if self.faulty:
+            raise StagingError(f"the disk of {self.name} took the record and could not say so", errno=errno.EIO)
         return record
 
     def _do_Publish(self, head: AttemptHead, command: cmd.Publish, store: SimStore) -> None:  # noqa: N802

@@ -80,6 +80,9 @@ def _mend(world: World, draw: Callable[[], float]) -> bool:
         world.start_coordinator(skew_s=1000.0 * draw())
         return True
     for name, node in world.nodes.items():
+        if node.full or node.faulty:
+            node.full = node.faulty = False
+            return True
         if not node.up:
             node.restart()
             return True
@@ -141,6 +144,9 @@ def _trouble(world: World, draw, names: list[str]) -> None:
     elif roll < 0.72:
         if one is not None:
             world.tick(one)
+    elif roll < 0.77:
+        well, full = not node.full and not node.faulty, draw() < 0.5
+        node.full, node.faulty = well and full, well and not full
     elif world.flight:
         call, _ = world.flight[int(draw() * len(world.flight))]
         world.time_out(call)  # too early: it is still on its way
@@ -153,7 +159,7 @@ def settle(world: World) -> None:
     for node in world.nodes.values():
         if not node.up:
             node.restart()
-        node.updating = False
+        node.updating = node.full = node.faulty = False
         node.registered = True
     flight = world.flight
     while flight:  # what lingers arrives first

@@ -12,7 +12,7 @@ from typing import Any
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.answers import failure, success
-from lastgood.coordinator.messages import MemberId, RoleDeclaration, SaveKind, SaveRequest
+from lastgood.coordinator.messages import Blame, MemberId, RoleDeclaration, SaveKind, SaveRequest
 from lastgood.coordinator.policies import Decision
 from lastgood.coordinator.protocol import Deadlines, Protocol, Settings
 from lastgood.storage.errors import FencedError, LastgoodError
@@ -271,7 +271,7 @@ class World:
         reports, failures = {}, {}
         for name in core.membership.nodes():
             if name not in core.heard or not self.reachable(coordinator, name):
-                failures[name] = "no answer"
+                failures[name] = Blame("window", "no answer", name)
                 continue
             try:
                 reports[name] = self.nodes[name].mark(coordinator.epoch)

@@ -9,7 +9,7 @@ import pytest
 
 from lastgood.coordinator.epochs import claim_epoch
 from lastgood.coordinator.ownership import Identity, Ownership
-from lastgood.storage.errors import UsageError
+from lastgood.storage.errors import StoreUnavailableError, UsageError
 from lastgood.storage.layout import RunPaths
 from lastgood.storage.store import FileStore
 
@@ -39,6 +39,7 @@ def ownership(root: Path, cluster: str, token: str, clock: Clock) -> Ownership:
 def test_a_fresh_owner_of_another_cluster_is_named_and_the_attach_refused(tmp_path: Path) -> None:
     clock = Clock()
     first, second = ownership(tmp_path, "a", "1", clock), ownership(tmp_path, "b", "2", clock)
+    assert claim_epoch(FileStore(tmp_path), PATHS, "1", 0) == 1
     assert first.beat(1) is None
 
     def beats() -> None:
@@ -52,6 +53,7 @@ def test_a_fresh_owner_of_another_cluster_is_named_and_the_attach_refused(tmp_pa
 
 def test_a_silent_owner_is_not_waited_for_longer_than_its_beats(tmp_path: Path) -> None:
     clock = Clock()
+    claim_epoch(FileStore(tmp_path), PATHS, "1", 0)
     ownership(tmp_path, "a", "1", clock).beat(1)
     began = clock.now
     ownership(tmp_path, "b", "2", clock).check(takeover=False)
@@ -60,6 +62,7 @@ def test_a_silent_owner_is_not_waited_for_longer_than_its_beats(tmp_path: Path) 
 
 def test_a_coordinator_restarted_in_its_own_cluster_does_not_wait(tmp_path: Path) -> None:
     clock = Clock()
+    claim_epoch(FileStore(tmp_path), PATHS, "1", 0)
     ownership(tmp_path, "a", "1", clock).beat(1)
     ownership(tmp_path, "a", "2", clock).check(takeover=False)
     assert clock.now == 1_000_000.0
@@ -80,6 +83,12 @@ def test_the_one_taken_over_learns_it_from_the_epoch_and_leaves_the_new_owner_al
     assert b"host of b" in store.get(PATHS.owner)
     second.leave()
     assert store.find(PATHS.owner) is None
+
+
+def test_a_heartbeat_is_not_written_where_the_store_is_no_longer_mounted(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailableError, match="mounted"):
+        ownership(tmp_path, "a", "1", Clock()).beat(1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_garbage_in_owner_json_stops_nobody(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
+from lastgood.coordinator.answers import failure
 from lastgood.coordinator.messages import MemberReport, NodeSnapshot, RecordState, SaveKind, SaveState
 from lastgood.coordinator.moves import EXPECTED, MOVES, Cause, Phase
-from lastgood.storage.errors import IllegalMoveError
+from lastgood.storage.errors import IllegalMoveError, StagingError
 from tests.unit.protocol_bench import ACTOR1, MANIFEST, TRAINER, Bench
 
 
@@ -368,6 +369,42 @@ def test_an_accept_of_unknown_outcome_is_asked_again_while_there_is_time() -> No
     bench.feed(ev.AcceptFailed(first.head.attempt, "n1", "timeout"))
     bench.feed(ev.Tick(), after_s=1)
     assert [accept.node for accept in bench.now(cmd.Accept)] == ["n1"]
+
+
+def test_an_accept_that_the_node_s_own_disk_refused_ends_the_attempt_at_once_and_is_told() -> None:
+    bench = Bench()
+    bench.open(4, due=True)
+    first, second = bench.until(cmd.Accept)
+    bench.answer(first)
+    full = StagingError("no space left", path="/local/records/a", errno=28)
+    bench.feed(failure(second, full), after_s=0.5)
+    assert bench.attempt.phase is Phase.ABORTING
+    assert [refuse.node for refuse in bench.now(cmd.Refuse)] == ["n2"]
+    blame = bench.attempt.blame
+    assert blame is not None and (blame.node, blame.waited_s) == ("n2", 0.5) and "no space left" in blame.reason
+    bench.to_the_end()
+    assert bench.attempt.phase is Phase.ABORTED
+
+
+def test_an_accept_that_failed_and_had_landed_all_the_same_is_found_by_the_refusal() -> None:
+    bench = Bench()
+    bench.open(4, due=True)
+    first, second = bench.until(cmd.Accept)
+    bench.answer(first)
+    bench.feed(failure(second, StagingError("the directory could not be synced", errno=5)))
+    (refuse,) = bench.now(cmd.Refuse)
+    bench.feed(ev.Refused(refuse.head.attempt, "n2", RecordState.ACCEPT))
+    assert bench.attempt.phase is Phase.COMMITTED
+
+
+def test_a_deadline_tells_what_the_late_node_said_last() -> None:
+    bench = Bench()
+    bench.open(4, due=True)
+    first, second = bench.until(cmd.Accept)
+    bench.answer(first)
+    bench.feed(failure(second, StagingError("the stager does not answer")))
+    bench.feed(ev.Tick(), after_s=5.1)
+    assert "n2 said last: StagingError: the stager does not answer" in str(bench.attempt.blame)
 
 
 def test_a_node_that_no_longer_has_what_it_staged_never_accepts() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
-from lastgood.coordinator.messages import MemberId, RoleDeclaration, SaveKind, SaveState
+from lastgood.coordinator.messages import Blame, MemberId, RoleDeclaration, SaveKind, SaveState
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.policies import (
     AnyOf,
@@ -124,7 +124,7 @@ def test_a_window_opens_only_when_every_report_agrees(step: int, updates: int, s
 
 def test_a_missing_or_failed_mark_keeps_the_window_closed_and_names_the_node() -> None:
     bench = Bench()
-    bench.feed(ev.WindowOpened(4, {"n1": bench.report("n1", 4)}, {"n2": "timeout"}))
+    bench.feed(ev.WindowOpened(4, {"n1": bench.report("n1", 4)}, {"n2": Blame("window", "timeout", "n2")}))
     assert verdict(bench).blame is not None and verdict(bench).blame.node == "n2"  # type: ignore[union-attr]
     bench.feed(ev.WindowOpened(4, {"n1": bench.report("n1", 4)}))
     assert "member actor:1 did not report" in str(verdict(bench).blame)
