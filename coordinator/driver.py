@@ -332,6 +332,7 @@ class Driver(Engine):
             completed=tuple(entry for entry in survey.completed if entry.attempt != attempt),
             ledger=tuple(entry for entry in survey.ledger if entry.attempt != attempt),
             collected=survey.collected | {attempt},
+            half_collected=tuple(head for head in survey.half_collected if head.attempt != attempt),
         )
         self._holdings.forget(attempt)
 
@@ -344,6 +345,10 @@ class Driver(Engine):
                     head = AttemptHead(found.attempt, found.step, found.epoch, found.sequence)
                     left.setdefault(node, []).append(head)
         return left
+
+    def half_collected(self) -> list[AttemptHead]:
+        """Checkpoints that were collected in the store by a coordinator that died before it was done."""
+        return list(_heads(self._survey.half_collected))
 
     async def candidates(self, mode: int | str) -> tuple[list[Candidate], list[str]]:
         """What a resume may try, newest first, and a sentence for each newer commit that cannot be had.

@@ -7,12 +7,13 @@ exclusive create, then the step's pointer, then latest.json. The pointers only e
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..storage.errors import AlreadyExistsError, IntegrityError, StoreError, StoreUnavailableError
 from ..storage.layout import COMPLETED, RunPaths, parse_step_name
-from ..storage.manifest import Completed, Latest, LedgerEntry, Manifest, Tombstone, read_completed
+from ..storage.manifest import Completed, Head, Latest, LedgerEntry, Manifest, Tombstone, read_completed
 from ..storage.store import Store
 
 _TRIES = 10  # of a replace that others race with
@@ -25,6 +26,7 @@ class Survey:
     completed: tuple[Completed, ...] = ()
     ledger: tuple[LedgerEntry, ...] = ()  # without those of collected attempts
     collected: frozenset[str] = frozenset()  # attempts with a tombstone in COMPLETED's place
+    half_collected: tuple[Head, ...] = ()  # those of them of which more than the tombstone stands
     problems: tuple[str, ...] = ()
 
 
@@ -44,7 +46,8 @@ class Remote:
         completed: list[Completed] = []
         ledger: list[LedgerEntry] = []
         problems: list[str] = []
-        collected: set[str] = set()
+        collected: dict[str, Head] = {}
+        objects: Counter[str] = Counter()  # by attempt
         for key in self._store.list(f"{self._paths.ledgers}/"):
             try:
                 ledger.append(LedgerEntry.from_bytes(self._store.get(key), where=key))
@@ -52,6 +55,7 @@ class Remote:
                 problems.append(str(error))
         for key in self._store.list(f"{self._paths.run}/global_step_"):
             parts = key.split("/")
+            objects[parts[2]] += 1
             if len(parts) != 4 or parts[3] != COMPLETED or parse_step_name(parts[1]) is None:
                 continue
             try:
@@ -62,11 +66,13 @@ class Remote:
             if (found.attempt, found.run) != (parts[2], self._paths.run):
                 problems.append(f"{key} speaks of attempt {found.attempt} of run {found.run}; it is not used.")
             elif isinstance(found, Tombstone):
-                collected.add(found.attempt)
+                head = Head(attempt=found.attempt, step=found.step, epoch=found.epoch, sequence=found.sequence)
+                collected[found.attempt] = head
             else:
                 completed.append(found)
         kept = tuple(entry for entry in ledger if entry.attempt not in collected)
-        return Survey(tuple(completed), kept, frozenset(collected), tuple(problems))
+        half = tuple(head for attempt, head in collected.items() if objects[attempt] > 1)
+        return Survey(tuple(completed), kept, frozenset(collected), half, tuple(problems))
 
     def read_manifest(self, completed: Completed) -> bytes:
         """The manifest of a checkpoint in the store. Raises IntegrityError if it is not the one that was committed."""

@@ -39,14 +39,15 @@ def collect_remotely(store: Store, paths: RunPaths, head: AttemptHead, reason: s
     """Deletes a checkpoint from the store: a tombstone in COMPLETED's place first, then pointer and files.
 
     The tombstone stays for ever, so that a writer that wakes up late cannot complete the attempt again. May be
-    repeated; does nothing for an attempt that never stood there.
+    repeated, and must be after a death in the middle (Survey.half_collected); does nothing for an attempt that never
+    stood there.
     """
     key = paths.completed(head.step, head.attempt)
     data = store.find(key)
     if data is None:
         return
     if isinstance(read_completed(data, where=key), Completed):
-        tombstone = Tombstone(
+        data = Tombstone(
             run=paths.run,
             attempt=head.attempt,
             step=head.step,
@@ -54,11 +55,12 @@ def collect_remotely(store: Store, paths: RunPaths, head: AttemptHead, reason: s
             sequence=head.sequence,
             reason=reason,
             deleted_at=utc_text(time.time()),
-        )
-        store.replace(key, tombstone.to_bytes())
+        ).to_bytes()
+    store.replace(key, data)  # one that stands too: whoever wrote it may have died before it was durable
     pointer = store.find(paths.pointer(head.step))
     if pointer is not None and read_completed(pointer, where=paths.pointer(head.step)).attempt == head.attempt:
         store.delete_many([paths.pointer(head.step)])
     store.delete_many([paths.ledger(head.epoch, head.sequence)])  # a newer commit has its own entry
     folder = paths.attempt_dir(head.step, head.attempt)
+    store.sweep(f"{folder}/", 0.0)  # a stager that still uploads here is late, and fails
     store.delete_many([found for found in store.list(f"{folder}/") if found != f"{folder}/{COMPLETED}"])

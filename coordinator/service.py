@@ -29,7 +29,7 @@ from ..storage.errors import (
 from ..storage.ids import ulid, utc_text
 from ..storage.lanes import Lane
 from ..storage.layout import MANIFEST, RunPaths
-from ..storage.store import Store
+from ..storage.store import ABANDONED_S, Store
 from ..storage.verify import open_checkpoint
 from .catalog import Checkpoint
 from .commands import Announce
@@ -192,6 +192,7 @@ class Service:
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
+        self._background(self._sweep_store())
         self._background(self._watch_over())
         self._background(self._keep_house())
 
@@ -545,6 +546,13 @@ class Service:
         for node, heads in self._led.leftovers().items():  # they were away when these were collected
             for head in heads:
                 await self._collect_at(node, head, "collected while this node was away")
+        for head in self._led.half_collected():  # a death came between tombstone and files
+            try:
+                await asyncio.to_thread(collect_remotely, self._store, self._paths, head, "")
+            except StoreError as error:
+                log.warning("step %d (attempt %s) is not collected to its end: %s", head.step, head.attempt, error)
+                return
+            self._led.collected(head)
         keep_last = self.options.save_total_limit
         for checkpoint, reason in to_collect(self.checkpoints(), keep_last, self._protected):
             head = checkpoint.head
@@ -596,6 +604,16 @@ class Service:
         return await self._led.changed(seen, timeout_s)
 
     # -- background
+
+    async def _sweep_store(self) -> None:
+        """Removes what killed writers of this run have left in the store. Nothing waits for it."""
+        try:
+            swept = await asyncio.to_thread(self._store.sweep, f"{self._paths.run}/", ABANDONED_S)
+        except StoreError as error:
+            log.warning("unfinished writes stay in the store for now: %s", error)
+            return
+        if swept:
+            log.info("%d writes that never finished were removed from the store", swept)
 
     def _background(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -29,7 +29,7 @@ READ_BYTES = 1 << 20
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-_TEMPORARY_SUFFIX = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 
 OnError = Callable[[str, Path, OSError], LastgoodError]  # (what was being done, where, what happened) -> what to raise
 
@@ -92,27 +92,45 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def make_dirs_durably(path: Path, on_error: OnError = staging_error) -> None:
-    """Creates a directory and its parents; each new name is durable when this returns. Existing ones are fine."""
+def make_dirs_durably(
+    path: Path, on_error: OnError = staging_error, trusted: set[tuple[int, int]] | None = None
+) -> None:
+    """Creates a directory and its parents; each new name is durable when this returns. Existing ones are fine.
+
+    Where other processes make directories too, the last one that stands may be new, its maker killed before it could
+    make the name durable (what stands above it was synced before anything was made in it). Give `trusted` there, a
+    set that this function fills with (device, inode) of the directories it knows to be durable: others are synced.
+    """
     with translated("create the directory", path, on_error):
         missing = []
         place = path
         while not place.is_dir():
             missing.append(place)
             place = place.parent
+        if trusted is not None and _identity(place) not in trusted:
+            with contextlib.suppress(PermissionError):  # above a root that a person made, where nobody else makes any
+                fsync_dir(place.parent)
+            trusted.add(_identity(place))
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
             fsync_dir(place.parent)
+            if trusted is not None:
+                trusted.add(_identity(place))
+
+
+def _identity(place: Path) -> tuple[int, int]:
+    found = place.stat()
+    return found.st_dev, found.st_ino
 
 
 def is_temporary(name: str) -> bool:
     """Whether a file's name is that of a write that never finished; such files mean nothing and may be deleted."""
-    return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
+    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
 def temporary_beside(path: Path) -> Path:
     """A fresh name in the same directory that no reader takes for anything."""
-    return path.with_name(f".{path.name}.{ulid()}{_TEMPORARY_SUFFIX}")
+    return path.with_name(f".{path.name}.{ulid()}{TEMPORARY_SUFFIX}")
 
 
 def write_all(fd: int, data: memoryview, at: int) -> None:

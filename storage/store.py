@@ -6,8 +6,10 @@ store says what it can promise (`guarantees`) instead of pretending; no decision
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from .errors import AlreadyExistsError, IntegrityError, OptionsError, StoreError
 from .failpoints import failpoint
 from .ids import new_id
 from .layout import check_relative, confine
+
+ABANDONED_S = 24 * 3600.0  # a write to which nothing was added for so long has no writer
 
 T = TypeVar("T")
 
@@ -116,6 +120,12 @@ class Store(Protocol):
         """Deletes objects; missing ones are fine. Tries all, then raises StoreError naming those that stayed."""
         ...
 
+    def sweep(self, prefix: str, older_than_s: float) -> int:
+        """Deletes what writes that never finished have left under the text `prefix`, if nothing was added to it for
+        so long; answers how many. Safe at any age: a write that is still under way begins again.
+        """
+        ...
+
 
 def open_store(url: str | Path) -> Store:
     """The store of a URL. Supported now: an absolute path and file:///path (local disk, NFS). Touches nothing.
@@ -169,6 +179,7 @@ class FileStore:
                 store=text,
             )
         self.root = Path(text)
+        self._durable_folders: set[tuple[int, int]] = set()  # see files.make_dirs_durably
 
     def __repr__(self) -> str:
         return f"FileStore({str(self.root)!r})"
@@ -191,8 +202,8 @@ class FileStore:
         return confine(self.root, key)
 
     def probe(self) -> None:
-        key = new_id(".lastgood-probe")
-        files.make_dirs_durably(self.root, store_error)
+        key = f"{new_id('.lastgood-probe')}{files.TEMPORARY_SUFFIX}"  # swept, if a death leaves it
+        files.make_dirs_durably(self.root, store_error, self._durable_folders)
         try:
             if not self.create_exclusive(key, b"first") or self.create_exclusive(key, b"second"):
                 raise StoreError(
@@ -207,14 +218,15 @@ class FileStore:
                 )
         finally:
             self.delete_many([key])
+            self.sweep(".", ABANDONED_S)
 
     def create_exclusive(self, key: str, data: bytes) -> bool:
         path = self.place(key)
-        return _in_folder(path, lambda: files.create_once(path, data, store_error))
+        return self._in_folder(path, lambda: files.create_once(path, data, store_error))
 
     def replace(self, key: str, data: bytes) -> None:
         path = self.place(key)
-        _in_folder(path, lambda: files.replace_durably(path, data, store_error))
+        self._in_folder(path, lambda: files.replace_durably(path, data, store_error))
 
     def replace_if(self, key: str, data: bytes, etag: str | None) -> bool:
         # Between the look and the rename another process may replace it too: guarantees say so.
@@ -229,7 +241,10 @@ class FileStore:
     def put_file(self, key: str, path: Path, digests: BlockDigests) -> None:
         target = self.place(key)
         if not self._stands(key, target, digests):
-            _in_folder(target, lambda: self._put(key, target, path, digests))
+            self._in_folder(target, lambda: self._put(key, target, path, digests))
+            return
+        with files.translated("sync", target, store_error):
+            files.fsync_dir(target.parent)  # whoever put it there may have died before its name was durable
 
     def _put(self, key: str, target: Path, path: Path, digests: BlockDigests) -> None:
         temporary = files.temporary_beside(target)
@@ -358,9 +373,26 @@ class FileStore:
         return bytes(target)
 
     def list(self, prefix: str) -> Sequence[str]:
+        keys, _ = self._below(prefix)
+        return sorted(key for key in keys if not files.is_temporary(key.rpartition("/")[2]))
+
+    def sweep(self, prefix: str, older_than_s: float) -> int:
+        keys, folders = self._below(prefix)
+        unfinished = [self.root / key for key in keys if files.is_temporary(key.rpartition("/")[2])]
+        swept = sum(_remove_if_old(place, older_than_s, Path.unlink) for place in unfinished)
+        for folder in reversed(folders):  # those inside first
+            _remove_if_old(self.root / folder, older_than_s, Path.rmdir)
+        return swept
+
+    def _below(self, prefix: str) -> tuple[builtins.list[str], builtins.list[str]]:
+        """Keys that begin with a text, those of unfinished writes too, and the directories that do, outer ones first.
+
+        Raises StoreError.
+        """
         folder = prefix.rpartition("/")[0]
         top = self.place(check_relative(folder)) if folder else self.root
-        keys: list[str] = []
+        keys: builtins.list[str] = []
+        inside: builtins.list[str] = []
         folders = [top]
         with files.translated("list", top, store_error):
             while folders:
@@ -373,11 +405,13 @@ class FileStore:
                 for entry in entries:
                     key = str(Path(entry.path).relative_to(self.root))
                     if entry.is_dir(follow_symlinks=False):
+                        if key.startswith(prefix):
+                            inside.append(key)
                         if key.startswith(prefix) or prefix.startswith(key + "/"):
                             folders.append(Path(entry.path))
                     elif key.startswith(prefix) and entry.is_file(follow_symlinks=False):
-                        keys += [] if files.is_temporary(entry.name) else [key]
-        return sorted(keys)
+                        keys.append(key)
+        return keys, inside
 
     def head(self, key: str) -> tuple[int, str] | None:
         path = self.place(key)
@@ -423,17 +457,34 @@ class FileStore:
                 raise
             folder = folder.parent
 
+    def _in_folder(self, path: Path, write: Callable[[], T]) -> T:
+        """Runs `write` with the file's directory in place, again if a deletion or a sweep elsewhere took it away."""
+        for last in (False, False, True):
+            try:
+                files.make_dirs_durably(path.parent, store_error, self._durable_folders)
+                return write()
+            except StoreError as error:
+                if last or error.facts.get("errno") != errno.ENOENT:
+                    raise
+        raise AssertionError("unreachable")
 
-def _in_folder(path: Path, write: Callable[[], T]) -> T:
-    """Runs `write` with the file's directory in place, again if a deletion elsewhere removed it as empty meanwhile."""
-    for last in (False, False, True):
-        files.make_dirs_durably(path.parent, store_error)
+
+def _remove_if_old(place: Path, older_than_s: float, remove: Callable[[Path], None]) -> bool:
+    """Removes a file or an empty directory that has not changed for so long; answers whether it is gone by this.
+
+    Raises StoreError.
+    """
+    with files.translated("sweep", place, store_error):
         try:
-            return write()
-        except StoreError as error:
-            if last or error.facts.get("errno") != errno.ENOENT:
+            if time.time() - place.lstat().st_mtime >= older_than_s:
+                remove(place)
+                return True
+        except FileNotFoundError:
+            pass  # its writer lives, and was done
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    raise AssertionError("unreachable")
+        return False
 
 
 def _not_as_recorded(path: Path, why: str) -> IntegrityError:

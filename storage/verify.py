@@ -6,6 +6,7 @@ manifest before anybody uses it. What is wrong is reported with its place; what 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import os
@@ -299,7 +300,7 @@ def _follow_pointer(step_dir: Path) -> Committed:
         pointer = None  # a pointer is a convenience; truth is the attempts' COMPLETEDs
     if isinstance(pointer, Completed) and layout.step_name(pointer.step) == step_dir.name:
         attempt_dir = step_dir / pointer.attempt
-        if (attempt_dir / layout.COMPLETED).exists():
+        with contextlib.suppress(NotACheckpointError):  # it was collected, or never came to be
             return read_attempt(attempt_dir)
     here = [found for found in map(_look_at, sorted(step_dir.iterdir())) if isinstance(found, Committed)]
     if not here:

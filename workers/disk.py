@@ -27,7 +27,17 @@ from ..coordinator.messages import AttemptHead, AttemptInventory, RecordState
 from ..storage import layout
 from ..storage.errors import FencedError, IntegrityError, StagingError, UsageError
 from ..storage.failpoints import failpoint
-from ..storage.files import FULL, create_once, is_temporary, make_dirs_durably, remove_quietly, replace_durably
+from ..storage.files import (
+    FULL,
+    create_once,
+    fsync_dir,
+    is_temporary,
+    make_dirs_durably,
+    remove_quietly,
+    replace_durably,
+    staging_error,
+    translated,
+)
 from ..storage.ids import new_id, utc_text
 from ..storage.layout import RunPaths
 from ..storage.manifest import (
@@ -65,7 +75,7 @@ class NodeDisk:
         self._clock = clock
         root = self.paths.place(run)
         try:
-            make_dirs_durably(root)
+            make_dirs_durably(root, trusted=set())
         except StagingError as error:
             raise StagingError(
                 f"the staging directory {staging} cannot be used: {error.__cause__ or error}. Nothing was changed. "
@@ -77,6 +87,7 @@ class NodeDisk:
         self._reserving = threading.Lock()
         self._pointing = threading.Lock()  # one at a time reads pointers and replaces them by what it has read
         self._lock = self._take_lock(holder)
+        self._make_durable()
         self.node = self._identity()
         self.highest_epoch = self._read_epoch()
         make_dirs_durably(self.paths.place(self.paths.records))
@@ -115,6 +126,24 @@ class NodeDisk:
             os.ftruncate(lock, 0)
             os.pwrite(lock, holder.encode(), 0)
         return lock
+
+    def _make_durable(self) -> None:
+        """Makes the names durable that a stager left which was killed before it came to that.
+
+        What is seen here is acted on and told, so it must outlive a power loss: the node's name and epoch, records, and
+        what stands of attempts that are not over. The names of shards are durable before staged.json is written, those
+        of a collected attempt before its files are deleted. Raises StagingError.
+        """
+        root = self.paths.place(self.run)
+        folders = {root, self.paths.place(self.paths.records)}
+        for step, attempt in self._attempt_dirs():
+            folder = self.paths.place(self.paths.attempt_dir(step, attempt))
+            if not (folder / layout.DURABLE).exists() and [path.name for path in _listed(folder)] != [layout.COMPLETED]:
+                folders |= {folder, folder.parent}
+        with translated("sync the directory", root, staging_error):
+            for folder in sorted(folders):
+                if folder.is_dir():
+                    fsync_dir(folder)
 
     def _identity(self) -> str:
         path = self.paths.place(self.paths.node)
@@ -236,6 +265,7 @@ class NodeDisk:
         """
         standing = self.record(head.attempt)
         if standing is not None:
+            self._sync_records()
             return _state(standing)
         staged = self.read_staged(head)
         if staged is None:
@@ -272,6 +302,12 @@ class NodeDisk:
                 f"the record {path} was there and is gone; somebody deletes in {path.parent}", path=str(path)
             )
         return _state(standing)
+
+    def _sync_records(self) -> None:
+        """Before a record that was seen is told: the call that writes it may still be on its way to fsync."""
+        folder = self.paths.place(self.paths.records)
+        with translated("sync the directory", folder, staging_error), contextlib.suppress(FileNotFoundError):
+            fsync_dir(folder)
 
     # -- publish
 
@@ -348,6 +384,7 @@ class NodeDisk:
                 found = self._look(record.head.step, record.head.attempt)
                 if found is not None:
                     attempts[record.head.attempt] = found
+        self._sync_records()
         return tuple(sorted(attempts.values(), key=lambda a: (a.epoch, a.sequence, a.attempt)))
 
     def _attempt_dirs(self) -> Iterable[tuple[int, str]]:
@@ -460,7 +497,15 @@ class NodeDisk:
         self._empty(folder, head.attempt)
 
     def _empty(self, folder: Path, attempt: str) -> None:
-        """Deletes all of a collected attempt but its tombstone."""
+        """Deletes all of a collected attempt but its tombstone; the step's pointer too, if it leads there.
+
+        The tombstone is made durable first: a stager that was killed may have left it before it was.
+        """
+        fsync_dir(folder)
+        pointer = folder.parent / layout.COMPLETED
+        pointed = self._read(Completed, pointer)
+        if isinstance(pointed, Completed) and pointed.attempt == attempt:
+            pointer.unlink()
         for entry in sorted(folder.iterdir()):
             if entry.name == layout.COMPLETED:
                 continue
@@ -477,8 +522,6 @@ class NodeDisk:
         if standing is None:
             raise UsageError(f"attempt {head.attempt} of step {head.step} is not committed on node {self.node}")
         if isinstance(standing, Completed):
-            pointer = self.paths.place(self.paths.pointer(head.step))
-            pointed = self._read(Completed, pointer)
             tombstone = Tombstone(
                 run=self.run,
                 attempt=head.attempt,
@@ -489,8 +532,6 @@ class NodeDisk:
                 deleted_at=utc_text(self._clock()),
             )
             replace_durably(path, tombstone.to_bytes())
-            if isinstance(pointed, Completed) and pointed.attempt == head.attempt:
-                pointer.unlink()
         return path.parent
 
     def sweep(self, keep: Iterable[str] = ()) -> list[str]:
@@ -517,14 +558,21 @@ class NodeDisk:
                     gone.append(attempt)
             except OSError as error:
                 log.warning("what was left of attempt %s in %s stays for now: %s", attempt, self.staging, error)
+        for folder in self.paths.place(self.run).iterdir():  # a death came before the attempt's directory was made
+            if layout.parse_step_name(folder.name) is not None and folder.is_dir():
+                _remove_if_empty(folder)
         return gone
 
-    def _remove(self, folder: Path) -> None:
+    @staticmethod
+    def _remove(folder: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
-        step_dir = folder.parent
-        if step_dir.exists() and not any(step_dir.iterdir()):
-            step_dir.rmdir()
+        _remove_if_empty(folder.parent)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _listed(folder: Path) -> list[Path]:

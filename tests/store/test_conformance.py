@@ -36,6 +36,13 @@ def test_the_probe_leaves_nothing_behind_and_can_be_repeated(store: Store) -> No
     assert list(store.list("")) == []
 
 
+def test_sweeping_takes_no_object(store: Store, shard: tuple[Path, BlockDigests]) -> None:
+    store.put_file(KEY, *shard)
+    store.create_exclusive("qwen/latest.json", b"{}")
+    assert store.sweep("", 0.0) == 0 == store.sweep("qwen/", 0.0)
+    assert list(store.list("")) == [KEY, "qwen/latest.json"]
+
+
 def test_a_store_says_what_it_promises(store: Store) -> None:
     assert store.guarantees.exclusive_create
     assert store.guarantees.sentence

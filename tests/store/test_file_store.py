@@ -134,6 +134,49 @@ def test_unfinished_writes_are_not_listed(files_store: FileStore) -> None:
     assert list(files_store.list("")) == ["run/x"]
 
 
+def test_a_sweep_takes_unfinished_writes_and_empty_directories_that_are_old_enough(files_store: FileStore) -> None:
+    files_store.create_exclusive("run/x", b"1")
+    folder = files_store.root / "run" / "A1" / "actor"
+    folder.mkdir(parents=True)
+    (folder / ".shard.01JD.tmp").write_bytes(b"half")
+    (files_store.root / "other").mkdir()
+    assert files_store.sweep("run/", 3600.0) == 0 and (folder / ".shard.01JD.tmp").exists()
+    assert files_store.sweep("run/A1/", 0.0) == 1
+    assert files_store.sweep("run/", 0.0) == 0  # the file is gone, the directory too now
+    assert sorted(path.name for path in files_store.root.rglob("*")) == ["other", "run", "x"]
+
+
+def test_a_write_that_is_swept_while_it_is_under_way_begins_again(
+    files_store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "shard"
+    source.write_bytes(os.urandom(5000))
+    real, swept = os.link, []
+
+    def link(temporary: Path, path: Path) -> None:
+        if not swept:
+            swept.append(files_store.sweep("", 0.0))
+        real(temporary, path)
+
+    monkeypatch.setattr(os, "link", link)
+    files_store.put_file("run/A1/shard", source, digest_blocks(source.read_bytes(), 1000))
+    assert swept == [1] and files_store.get("run/A1/shard") == source.read_bytes()
+    assert list(files_store.root.rglob(".*")) == []
+
+
+def test_an_object_that_stands_is_told_only_once_its_name_is_durable(
+    files_store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "shard"
+    source.write_bytes(b"x" * 5000)
+    digests = digest_blocks(source.read_bytes(), 1000)
+    files_store.put_file("run/shard", source, digests)
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "fsync_dir", synced.append)
+    FileStore(files_store.root).put_file("run/shard", source, digests)
+    assert synced == [files_store.root / "run"]
+
+
 def test_deleting_leaves_no_empty_directories_and_keeps_the_root(files_store: FileStore) -> None:
     files_store.create_exclusive("a/b/c/d", b"")
     files_store.delete_many(["a/b/c/d"])

@@ -144,6 +144,9 @@ class MemoryStore:
         for key in keys:
             self.objects.pop(key, None)
 
+    def sweep(self, prefix: str, older_than_s: float) -> int:
+        return 0
+
 
 class MemoryPort:
     """One node. `fail[method]` is raised once; `hang` holds methods that never answer; `log` what was called."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from lastgood.coordinator.catalog import Checkpoint, Standing
 from lastgood.coordinator.messages import AttemptHead
+from lastgood.coordinator.remote import Remote
 from lastgood.coordinator.retention import collect_remotely, to_collect
+from lastgood.storage.errors import StoreError
 from lastgood.storage.layout import RunPaths
 from lastgood.storage.manifest import Completed, Tombstone, read_completed
 from lastgood.storage.store import FileStore
@@ -104,3 +107,24 @@ def test_a_pointer_to_another_attempt_of_the_step_stays(tmp_path: Path) -> None:
     store.replace(PATHS.pointer(3), newer.to_bytes())
     collect_remotely(store, PATHS, old, "because")
     assert Completed.from_bytes(store.get(PATHS.pointer(3)), where="pointer").attempt == "B3"
+
+
+class Stumbling(Recorder):
+    """Dies after the tombstone: nothing is deleted."""
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        raise StoreError("the coordinator is gone")
+
+
+def test_a_collection_that_a_death_cut_short_is_found_and_finished(tmp_path: Path) -> None:
+    head = durable(Recorder(tmp_path), 3)
+    with pytest.raises(StoreError):
+        collect_remotely(Stumbling(tmp_path), PATHS, head, "because")
+    store = Recorder(tmp_path)
+    remote = Remote(store, "run", lambda: "2031-05-06T07:08:09.123Z")
+    (half,) = remote.survey().half_collected
+    assert half.attempt == "A3"
+    collect_remotely(store, PATHS, AttemptHead("A3", 3, 1, 3), "again")
+    assert store.changes[0] == ("replace", PATHS.completed(3, "A3"))  # durable before anything goes
+    assert store.list(f"{PATHS.step_dir(3)}/") == [PATHS.completed(3, "A3")]
+    assert remote.survey().half_collected == ()

@@ -185,6 +185,23 @@ def test_every_new_directory_is_synced_in_its_parent(tmp_path: Path, monkeypatch
     assert len(synced) == 3
 
 
+def test_a_directory_that_another_process_may_have_just_made_is_synced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "fsync_dir", synced.append)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    trusted: set[tuple[int, int]] = set()
+    files.make_dirs_durably(tmp_path / "a" / "b" / "c", trusted=trusted)
+    assert synced == [tmp_path / "a", tmp_path / "a" / "b"]  # b's name, which stood; then c's
+    files.make_dirs_durably(tmp_path / "a" / "b" / "c", trusted=trusted)
+    assert len(synced) == 2
+    (tmp_path / "a" / "b" / "c").rename(tmp_path / "a" / "b" / "old")
+    (tmp_path / "a" / "b" / "c").mkdir()  # another one of that name
+    files.make_dirs_durably(tmp_path / "a" / "b" / "c", trusted=trusted)
+    assert synced[2:] == [tmp_path / "a" / "b"]
+
+
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "link").symlink_to("real")

@@ -259,6 +259,17 @@ def test_a_path_means_an_attempt_a_step_or_a_run(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "qwen").path == far
 
 
+def test_a_step_whose_pointer_names_a_collected_attempt_is_the_newest_of_the_others(tmp_path: Path) -> None:
+    old, _ = write_attempt(tmp_path, attempt="old", sequence=1)
+    new, _ = write_attempt(tmp_path, attempt="new", sequence=2)
+    (old.parent / "COMPLETED").write_bytes((new / "COMPLETED").read_bytes())
+    tombstone = Tombstone(
+        run="qwen", attempt="new", step=400, epoch=3, sequence=2, reason="retention", deleted_at="2031-05-06T07:08:09Z"
+    )
+    (new / "COMPLETED").write_bytes(tombstone.to_bytes())
+    assert open_checkpoint(old.parent).path == old
+
+
 def test_a_step_whose_pointer_names_a_broken_attempt_is_an_error_not_another_attempt(tmp_path: Path) -> None:
     old, _ = write_attempt(tmp_path, attempt="old", sequence=1)
     new, _ = write_attempt(tmp_path, attempt="new", sequence=2)

@@ -1,0 +1,33 @@
+"""`python -m tests.crash --every 1 --samples 20`: the whole campaign, with more images than CI takes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from .campaign import Campaign
+from .cluster import no_links
+from .memory import folder_in_memory
+from .plants import PLANTS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--every", type=int, default=10, help="after one of so many kills a coordinator recovers; 1: all"
+    )
+    parser.add_argument("--samples", type=int, default=2, help="random images of a disk per operation")
+    parser.add_argument("--plant", choices=PLANTS, default=None, help="a planted bug; the campaign must find it")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    with folder_in_memory() as folder, no_links():
+        tally = Campaign(folder, every=options.every, samples=options.samples, plant=options.plant).run()
+    for sentence in tally.broken:
+        sys.stdout.write(f"{sentence}\n\n")
+    sys.stdout.write(f"{tally}\n")
+    return 1 if tally.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Bugs that are planted in a child, to show that the net catches fish. Each leaves out what makes something durable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lastgood.storage import files, store
+from lastgood.workers import disk, stager
+
+
+def _without(function: str, module: Any, *lost: str) -> Callable[[], None]:
+    """`function` of `module` runs with these functions doing nothing."""
+
+    def plant() -> None:
+        real = getattr(module, function)
+
+        def careless(*arguments: Any, **named: Any) -> Any:
+            with _nothing(*lost):
+                return real(*arguments, **named)
+
+        for user in (files, store, disk, stager):
+            if getattr(user, function, None) is real:
+                setattr(user, function, careless)
+
+    return plant
+
+
+@contextlib.contextmanager
+def _nothing(*names: str) -> Any:
+    """os.fsync or files.fsync_dir do nothing meanwhile."""
+    real_fsync, real_dir = os.fsync, files.fsync_dir
+    if "fsync" in names:
+        os.fsync = lambda fd: None if not Path(f"/proc/self/fd/{fd}").is_dir() else real_fsync(fd)
+    if "fsync_dir" in names:
+        files.fsync_dir = lambda path: None
+    try:
+        yield
+    finally:
+        os.fsync, files.fsync_dir = real_fsync, real_dir
+
+
+def _overwrites() -> None:
+    """create_once of the nodes replaces what stands."""
+
+    def careless(path: Path, data: bytes) -> bool:
+        files.replace_durably(path, data)
+        return True
+
+    disk.create_once = careless
+
+
+def _in_place() -> None:
+    """replace_durably writes the file itself."""
+
+    def careless(path: Path, data: bytes, on_error: Any = None) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.write(fd, data)
+        os.fsync(fd)
+        os.close(fd)
+        files.fsync_dir(path.parent)
+
+    for user in (files, store, disk):
+        if hasattr(user, "replace_durably"):
+            vars(user)["replace_durably"] = careless
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "no fsync of a file before its name": _without("_write_temporary", files, "fsync"),
+    "no fsync of the directory after a link": _without("link_into_place", files, "fsync_dir"),
+    "no fsync of the directory after a rename": _without("replace_durably", files, "fsync_dir"),
+    "no fsync of a shard": _without("write_image", files, "fsync"),
+    "no fsync of a shard's directory": _without("write_image", files, "fsync_dir"),
+    "no fsync of a new directory's parent": _without("make_dirs_durably", files, "fsync_dir"),
+    "a record is written over": _overwrites,
+    "a file is written in place": _in_place,
+}
+
+
+def plant(name: str | None) -> None:
+    """Plants a bug in this process, for good."""
+    if name is not None:
+        PLANTS[name]()
