@@ -59,6 +59,7 @@ log = logging.getLogger("lastgood.coordinator")
 T = TypeVar("T")
 
 STORE_S = 30.0  # for one call to the store that this service makes itself
+SWEEP_S = 600.0  # for a look at every name of the run in the store
 OWNER_S = 3600.0  # until it is seen whether another cluster's owner lives; bounded by that owner's own interval
 RETURN_POLL_S = 0.1
 BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
@@ -548,7 +549,8 @@ class Service:
                 await self._collect_at(node, head, "collected while this node was away")
         for head in self._led.half_collected():  # a death came between tombstone and files
             try:
-                await asyncio.to_thread(collect_remotely, self._store, self._paths, head, "")
+                collect = functools.partial(collect_remotely, self._store, self._paths, head, "")
+                await self._at_store(f"collecting the rest of step {head.step}", collect)
             except StoreError as error:
                 log.warning("step %d (attempt %s) is not collected to its end: %s", head.step, head.attempt, error)
                 return
@@ -608,7 +610,8 @@ class Service:
     async def _sweep_store(self) -> None:
         """Removes what killed writers of this run have left in the store. Nothing waits for it."""
         try:
-            swept = await asyncio.to_thread(self._store.sweep, f"{self._paths.run}/", ABANDONED_S)
+            sweep = functools.partial(self._store.sweep, f"{self._paths.run}/", ABANDONED_S)
+            swept = await self._store_lane.run("sweeping it", sweep, SWEEP_S)
         except StoreError as error:
             log.warning("unfinished writes stay in the store for now: %s", error)
             return
