@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test setup lint format types unit simulation store crash cluster docs clean
+.PHONY: help demo test setup lint format types unit simulation store crash containment cluster docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -17,7 +17,7 @@ help:  ## this list
 demo: setup  ## a small RL run, killed and resumed bit for bit (ARGS="--steps 8 --keep /tmp/kept" goes to `lastgood demo`)
 	$(BIN)/lastgood demo $(ARGS)
 
-test: setup lint types unit simulation store crash cluster  ## everything that CI runs
+test: setup lint types unit simulation store crash containment cluster  ## everything that CI runs
 
 setup: $(READY)  ## .venv with the pinned dependencies
 
@@ -56,6 +56,9 @@ store: setup  ## one conformance suite over all stores
 
 crash: setup  ## a kill and a power loss at every file operation: about a minute
 	$(BIN)/python -m pytest -q tests/crash
+
+containment: setup  ## full, read-only, frozen and lost disks, stalled members: under a minute; mounts need root
+	$(BIN)/python -m pytest -q tests/containment
 
 cluster: setup  ## real Ray, real FSDP2, real SIGKILLs: minutes
 	$(BIN)/python -m pytest -q tests/cluster

@@ -120,12 +120,19 @@ class Membership:
         return next((node for node, members in self.by_node.items() if member in members), None)
 
     def members_on(self, node: str) -> tuple[MemberId, ...]:
-        """The members that are registered on a node, sorted."""
-        return tuple(sorted(self.by_node.get(node, ())))
+        """The members that a node hosts, sorted; without those that a later add_members call has replaced.
+
+        A node that is gone keeps the members that it had: they are missed there until they are replaced.
+        """
+        return tuple(sorted(m for m, info in self.by_node.get(node, {}).items() if self._is_current(info)))
+
+    def _is_current(self, info: MemberInfo) -> bool:
+        declaration = self.declarations.get(info.member.role)
+        return declaration is None or declaration.membership == info.membership
 
     def nodes(self) -> tuple[str, ...]:
         """Nodes that host members, sorted."""
-        return tuple(sorted(node for node, members in self.by_node.items() if members))
+        return tuple(sorted(node for node in self.by_node if self.members_on(node)))
 
     def _forget(self) -> None:
         self._roster = None

@@ -61,14 +61,15 @@ class ParticipantPort(Protocol):
     async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
         """Writes the sealed images of the attempt to the staging directory, hashed and fsynced.
 
-        Raises StagingError (disk full, I/O) naming the path.
+        Raises StagingError (disk full, I/O) naming member, path and bytes, DeadlineError naming what is not written.
         """
         ...
 
     async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
         """Durably creates the write-once record *accept* with the manifest, unless one stands; tells which stands.
 
-        Answers UNKNOWN when the attempt was never staged here (never accepts it then).
+        Answers UNKNOWN when the attempt was never staged here (never accepts it then). Raises StagingError with `errno`
+        when the disk says why it takes no record; then asking again is of no use, and refuse tells what stands.
         """
         ...
 

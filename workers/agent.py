@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from ..storage.failpoints import failpoint
 from ..storage.ids import ulid
 from ..storage.image import BoundImage, ImageLayout
 from ..storage.manifest import Manifest, ShardRecord
-from ..storage.tree import flatten
+from ..storage.tree import Flat, flatten
 from .images import Image
 from .load import PreparedMember, prepare
 from .member import Member
@@ -34,6 +34,16 @@ log = logging.getLogger("lastgood.agent")
 
 POLL_S = 20.0  # how long one poll waits at the stager
 RETRY_S = 0.2  # between two tries to reach a stager that is gone
+
+
+@contextlib.contextmanager
+def _blaming(member: MemberId, component: str) -> Iterator[None]:
+    """An error about a component's content says whose it is."""
+    try:
+        yield
+    except LastgoodError as error:
+        facts = {**error.facts, "member": member, "component": component}
+        raise type(error)(f"{member}.{component}: {error.message}", **facts) from error
 
 
 class StagerGoneError(Exception):
@@ -235,13 +245,13 @@ class Agent:
         with contextlib.ExitStack() as copies:
             for member in members.values():
                 copies.enter_context(member.gate.copying(order.step))
-            flats = {
-                (name, component): flatten(tree)
-                for name, member in members.items()
-                for component, tree in member.capture(order.step).items()
-            }
-            for key, flat in flats.items():
-                self._layouts[key] = ImageLayout.of(flat, self._layouts.get(key))
+            flats: dict[tuple[MemberId, str], Flat] = {}
+            for name, member in members.items():
+                for component, tree in member.capture(order.step).items():
+                    with _blaming(name, component):
+                        key = (name, component)
+                        flats[key] = flatten(tree)
+                        self._layouts[key] = ImageLayout.of(flats[key], self._layouts.get(key))
             requests = [ImageRequest(*key, self._layouts[key].nbytes, head.attempt) for key in flats]
             self._let_go(requests)
             paths = self._link.provide(self.process, requests)

@@ -174,6 +174,10 @@ class World:
         self.join()
         return self.run
 
+    def alive_nodes(self) -> list[dict[str, Any]]:
+        """Ray's nodes that live."""
+        return [node for node in ray.nodes() if node["Alive"]]
+
     # -- training
 
     def update(self) -> list[float]:

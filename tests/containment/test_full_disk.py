@@ -117,6 +117,21 @@ def test_an_io_error_at_any_byte_costs_one_attempt(run: SmallRun, monkeypatch: p
     run.commits(3)
 
 
+def test_a_disk_that_cannot_even_be_cleaned_is_blamed_for_the_write_that_failed(
+    run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.commits(1)
+
+    def broken(_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch, failing(monkeypatch, BYTES["middle"]):
+        patch.setattr(run.nodes[1].stager._disk, "discard", broken)
+        run.fails(2, "EIO", r"rank_00001\.weights", r"after \d+ of \d+ bytes", phase="staging", node=1, member=1)
+    run.commits(3)
+    run.clean()
+
+
 def test_a_disk_that_is_full_when_the_record_is_due_costs_one_attempt_at_once(
     run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

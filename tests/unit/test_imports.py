@@ -6,6 +6,7 @@ Read from the source by `ast`, so a forbidden import inside a function is found 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,3 +176,73 @@ def test_an_unknown_public_name_lists_those_that_exist() -> None:
 
     with pytest.raises(AttributeError, match=r"no attribute 'atach'.*attach"):
         _ = lastgood.atach
+
+
+# What the stager consists of. The rest of workers/ is for the members' processes, which have torch anyway.
+WITHOUT_TORCH = {"stager", "stager_actor", "images", "disk", "orders", "processes"}
+
+
+def test_coordinator_and_stager_never_load_torch() -> None:
+    """Not one of their modules, so no path through them can allocate on a device or run a collective."""
+    modules = [
+        f"lastgood.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}"
+        for path in sources("coordinator", "storage", "workers")
+        if path.stem != "__init__" and (path.parent.name != "workers" or path.stem in WITHOUT_TORCH)
+    ]
+    modules.remove("lastgood.storage.tensors")  # how a tensor becomes bytes: for the members' processes
+    assert len(modules) > 40
+    assert "torch" not in loaded_by(f"import {', '.join(modules)}")
+
+
+# Calls that wait for other ranks. A method of one of these names on any object counts, so that no alias hides it.
+COLLECTIVES = re.compile(
+    r"all_reduce\w*|all_gather\w*|all_to_all\w*|(all_)?gather_object|broadcast(_object_list|_coalesced)?|barrier|"
+    r"monitored_barrier|reduce_scatter\w*|scatter_object_list|init_process_group|new_group|init_device_mesh|"
+    r"full_tensor|redistribute|unshard|summon_full_params|get_model_state_dict|get_optimizer_state_dict"
+)
+OF_DISTRIBUTED = {"gather", "scatter", "reduce", "send", "recv", "isend", "irecv", "wait"}  # other modules have these
+ON_A_DEVICE = {"cuda", "to_empty", "pin_memory"}  # methods that allocate there, or through the device's driver
+
+
+def waits_for_others(source: str) -> list[str]:
+    """Calls in a source that would wait for other ranks or allocate on a device."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        base = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        distributed = base.split(".")[-1] in ("dist", "distributed")
+        if COLLECTIVES.fullmatch(name) or (distributed and name in OF_DISTRIBUTED) or (base and name in ON_A_DEVICE):
+            found.append(f"{node.lineno}: {ast.unparse(node.func)}")
+        empty = bool(node.args) and ast.unparse(node.args[0]) == "0"  # a tensor without elements: a view is made of it
+        for keyword in node.keywords:
+            if not empty and keyword.arg == "device" and ast.unparse(keyword.value).strip("'\"") not in ("cpu", "meta"):
+                found.append(f"{node.lineno}: {ast.unparse(node.func)}(device={ast.unparse(keyword.value)})")
+    return found
+
+
+def test_nothing_in_the_service_s_path_runs_a_collective_or_allocates_on_a_device() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{call}"
+        for path in sources("storage", "coordinator", "workers", "client")
+        if "demo" not in path.parts
+        for call in waits_for_others(path.read_text())
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.distributed.barrier()",
+        "dist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast\nbroadcast(x, 0)",
+        "dist.reduce(x, 0)",
+        "weight.full_tensor()",
+        "weight.cuda()",
+        "torch.empty(3, device=weight.device)",
+    ],
+)
+def test_the_search_for_collectives_finds_what_it_is_for(source: str) -> None:
+    assert len(waits_for_others(source)) == 1

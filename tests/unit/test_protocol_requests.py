@@ -8,7 +8,7 @@ import pytest
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
-from lastgood.coordinator.messages import Blame, MemberId, RoleDeclaration, SaveKind, SaveState
+from lastgood.coordinator.messages import Blame, MemberId, MemberInfo, RoleDeclaration, SaveKind, SaveState
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.policies import (
     AnyOf,
@@ -71,6 +71,19 @@ def test_a_member_registered_twice_is_said_so() -> None:
     bench = Bench()
     bench.feed(ev.MembersChanged("n3", bench.infos("n2")))
     assert bench.core.membership.problems() == ("member actor:1 is registered on n2 and n3",)
+
+
+def test_a_node_that_is_gone_is_asked_for_nothing_once_its_members_were_replaced_elsewhere() -> None:
+    bench = Bench()
+    bench.feed(ev.NodeLost("n2", "its machine is gone"))
+    assert bench.core.membership.nodes() == ("n1", "n2")  # it is missed
+    later = RoleDeclaration("actor", 2, COMPONENTS["actor"], "m2")
+    bench.feed(ev.Declared(later))
+    moved = [MemberInfo(MemberId("actor", rank), 2, COMPONENTS["actor"], "m2", "new", 1) for rank in range(2)]
+    stays = [info for info in bench.infos("n1") if info.member.role != "actor"]
+    bench.feed(ev.MembersChanged("n1", (*stays, *moved)))
+    assert not bench.core.membership.problems()
+    assert bench.core.membership.nodes() == ("n1",)
 
 
 def test_declarations_kept_by_stagers_are_learnt_and_those_made_here_stand() -> None:
