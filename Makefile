@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test setup lint format types unit simulation store crash containment cluster docs clean
+.PHONY: help demo test setup lint format types unit simulation store crash containment cluster chaos docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -62,6 +62,10 @@ containment: setup  ## full, read-only, frozen and lost disks, stalled members: 
 
 cluster: setup  ## real Ray, real FSDP2, real SIGKILLs: minutes
 	$(BIN)/python -m pytest -q tests/cluster
+	$(BIN)/python -m pytest -q tests/chaos
+
+chaos: setup  ## the kill campaign (make chaos TRIALS=300 SEED=7; docs/chaos.md): hours if you like
+	$(BIN)/python -m tests.chaos --trials $(or $(TRIALS),30) --seed $(or $(SEED),1) $(ARGS)
 
 docs: setup  ## pages that are made from code
 	mkdir -p build

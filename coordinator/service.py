@@ -449,6 +449,8 @@ class Service:
             if isinstance(result, BaseException):
                 log.warning("a stager did not close down: %s", result)
         with contextlib.suppress(StoreError):  # the next attach then waits until this owner counts as silent
+            sweep = functools.partial(self._store.sweep, f"{self._paths.run}/", 0.0)  # nobody writes here any more
+            await self._store_lane.run("sweeping it", sweep, STORE_S)
             await self._at_store("leaving it", self._ownership.leave)
         await self._shut_down()
 
