@@ -61,10 +61,12 @@ def test_a_coordinator_takes_unfinished_writes_from_the_store_once_nobody_can_be
     async def scene() -> None:
         service = await alone(tmp_path)
         await until(lambda: not old.exists())
+        assert young.exists()
         await service.end()
+        assert not young.exists()  # the run is over: nobody writes any more
 
     asyncio.run(scene())
-    assert young.exists() and store.get(PATHS.latest) == b"{}"
+    assert store.get(PATHS.latest) == b"{}"
 
 
 def test_a_coordinator_finishes_a_collection_that_an_earlier_one_began(
