@@ -596,6 +596,7 @@ class Service:
             "store": self.options.store,
             "saved_step": self._saved_step,
             "missing": list(self.missing().members),
+            "nodes_silent": sorted(self._silent),
         }
 
     def stories(self, step: int) -> tuple[Story, ...]:

@@ -85,7 +85,8 @@ def _step_with_a_stopped_stager(
     with stopped(pid):
         if point is None:
             ending.start()
-            until(lambda: "could not be marked" in str(world.run.status()) or outcomes, "the mark is given up")
+            # Longer than the mark's deadline; then end_step only waits for the node to come back.
+            until(lambda: node in world.run.status()["nodes_silent"], "the node is missed")
         else:
             world.go(point)
             told = until(
