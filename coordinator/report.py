@@ -63,6 +63,8 @@ def unsettled(core: Protocol) -> list[str]:
         wanted = attempt.phase is Phase.HELD and core.memory.wanted
         if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND or wanted:
             left.append(name)
+        elif attempt is core.foreground:
+            left.append(f"{name} and not announced yet")
         elif attempt.phase is Phase.ABORTING and not attempt.aborted:
             left.append(f"{name} and not decided yet")
         elif attempt.phase in PROVEN and attempt.manifest is not None:

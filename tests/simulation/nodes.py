@@ -38,6 +38,11 @@ class Shard(NamedTuple):
     node: str
     step: int
 
+    @property
+    def digest(self) -> str:
+        """Other at every step, as that of weights which train."""
+        return f"{self.role}:{self.rank}.{self.component} at step {self.step}"
+
 
 def manifest_bytes(draft: cmd.Draft) -> bytes:
     """A manifest as far as the simulation needs one."""

@@ -11,6 +11,7 @@ from lastgood.coordinator import events as ev
 from lastgood.coordinator.answers import failure
 from lastgood.coordinator.messages import MemberReport, NodeSnapshot, RecordState, SaveKind, SaveState
 from lastgood.coordinator.moves import EXPECTED, MOVES, Cause, Phase
+from lastgood.coordinator.report import unsettled
 from lastgood.storage.errors import IllegalMoveError, StagingError
 from tests.unit.protocol_bench import ACTOR1, MANIFEST, TRAINER, Bench
 
@@ -529,3 +530,16 @@ def test_the_same_events_give_the_same_commands() -> None:
         bench.to_the_end()
         runs.append(bench.all)
     assert runs[0] == runs[1]
+
+
+def test_a_commit_that_only_waits_for_its_ledger_entry_is_not_settled() -> None:
+    """A close that did not wait for it was told that its last save waits for the one under way."""
+    bench = Bench()
+    bench.open(4, due=True)
+    (ledger,) = bench.until(cmd.WriteLedger)
+    for command in [c for c in bench.pending if c is not ledger]:
+        bench.answer(command)
+    assert bench.core.foreground is bench.attempt and bench.attempt.phase is Phase.COMMITTED
+    assert "not announced yet" in unsettled(bench.core)[0]
+    bench.answer(ledger)
+    assert bench.core.foreground is None and not unsettled(bench.core)
