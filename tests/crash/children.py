@@ -21,6 +21,7 @@ from .cluster import Place
 from .journal import Journal, Mark
 from .operations import Layer, Operation, Perform
 
+ENDS_S = 60.0  # for a thread whose pool was shut down
 _LENGTH = struct.Struct("<Q")
 
 
@@ -87,6 +88,9 @@ def _die() -> NoReturn:
 
 def in_child(work: Callable[[Callable[[Any], None]], None]) -> Heard:
     """Forks; the child does its work and says what it likes; answers all that it said, however it ended."""
+    for thread in threading.enumerate():  # those of a coordinator that has stopped may still be on their way out
+        if thread is not threading.current_thread():
+            thread.join(ENDS_S)
     assert threading.active_count() == 1, f"a fork would lose threads: {threading.enumerate()}"
     reading, writing = os.pipe()
     write = os.write

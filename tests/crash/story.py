@@ -76,6 +76,9 @@ class Teller:
                 with self.journal.call("accept", node=node, head=head, manifest=manifest) as answer:
                     answer["state"] = await of[node].accept(epoch, head, manifest)
                 refuse = refuse or answer["state"] is not RecordState.ACCEPT
+            if not refuse:  # whoever asks too late is told that the accept stands
+                with self.journal.call("refuse", node=NODES[0], head=head) as answer:
+                    answer["state"] = await of[NODES[0]].refuse(epoch, head, "too late")
         if refuse:
             for node in NODES:
                 with self.journal.call("refuse", node=node, head=head) as answer:

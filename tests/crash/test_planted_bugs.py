@@ -21,7 +21,7 @@ SAYS = {
     "no fsync of a shard": "was told and is gone",
     "no fsync of a shard's directory": "shard actor/rank_00000.model.safetensors of A1 was told and is gone",
     "no fsync of a new directory's parent": "was told and is gone",
-    "a record is written over": "the node's identity was told and is gone",
+    "a record is written over": "the record accept of A1 was told and is gone",
     "a file is written in place": "epoch.json is visible and not whole",
 }
 
