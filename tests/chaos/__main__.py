@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--records", type=Path, default=None, help="the file that the trials' records are added to")
     parser.add_argument("--report", type=Path, nargs="+", default=None, help="sum these files up, and run nothing")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the field is closed on the way out
     if options.report is not None:
         records = read(options.report)
     else:

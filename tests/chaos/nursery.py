@@ -1,7 +1,8 @@
-"""Forks processes from one that has imported torch already: Ray workers for the raylets, drivers for the trials.
+"""Forks processes from one that has imported what they need: Ray workers for the raylets, drivers for the trials.
 
-The processes are what they would be otherwise: Ray's own worker program, or a module of the tests. Only the import of
-what knows nothing of its process is shared (torch above all; not Ray, which reads the environment when it is imported).
+The processes are what they would be otherwise: Ray's own worker program, or a module of the tests. Only the import is
+shared: of torch by all, of Ray and lastgood by the workers of one job on one raylet (newborn.py says why), and by the
+drivers. A nursery without work for IDLE_S ends.
 """
 
 from __future__ import annotations
@@ -19,39 +20,35 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import newborn
 from .network import HOME, enter
 
-_HEAVY = (
+_OF_ALL = (
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.device_mesh",
-    "numpy",
-    "pydantic",
-    "pydantic_settings",
-    "yaml",
-    "safetensors",
-    "asyncio",
-    "concurrent.futures",
-    "google.protobuf",
-    "click",
-    "jsonschema",
-    "packaging.version",
-    "filelock",
-    "requests",
-    "msgpack",
     "lastgood.workers.agent",  # what of lastgood does without Ray
     "lastgood.workers.stager",
     "lastgood.coordinator.service",
 )
+_WITH_RAY = (
+    "ray",
+    "ray._private.workers.default_worker",
+    "lastgood.workers.install",
+    "lastgood.workers.stager_actor",
+    "lastgood.coordinator.actor",
+    "lastgood.client.attach",
+)
 START_S = 120.0
+IDLE_S = 90.0
+DRIVERS = "drivers"  # the nursery of the trials' own modules
 
 
 class Nursery:
-    """The nursery's process, as its owner holds it."""
+    """The first nursery's process, as its owner holds it."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.address = str(folder / "nursery")
@@ -63,6 +60,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                process_group=0,
             )
         until = time.monotonic() + START_S
         while not Path(self.address).exists():
@@ -78,17 +76,15 @@ class Nursery:
         """Starts `python -m module argument` with its output appended to `log`; answers its pid."""
         with log.open("ab") as out, Path(os.devnull).open("rb") as nothing:
             descriptors = (nothing.fileno(), out.fileno(), out.fileno(), namespace)
-            return newborn.ask(self.address, ["-m", module, argument], descriptors, dict(environment))
+            return newborn.born(self.address, DRIVERS, ["-m", module, argument], descriptors, dict(environment))
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
 
-def _serve(address: str) -> None:
-    for name in _HEAVY:
-        importlib.import_module(name)
-    assert "ray" not in sys.modules, "Ray takes its job and raylet from the environment when it is imported"
+def _serve(address: str, *, idle_s: float | None) -> None:
+    """Answers requests until nobody has asked for `idle_s`."""
     gc.collect()
     gc.freeze()  # children share these pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -96,23 +92,37 @@ def _serve(address: str) -> None:
     listener.bind(f"{address}.new")
     listener.listen(64)
     Path(f"{address}.new").rename(address)
+    listener.settimeout(idle_s)
+    nurseries: dict[str, int] = {}
     while True:
-        line, _ = listener.accept()
+        try:
+            line, _ = listener.accept()
+        except TimeoutError:
+            Path(address).unlink(missing_ok=True)
+            return
+        line.settimeout(None)
         with contextlib.suppress(OSError, EOFError), line:
-            _answer(line, listener)
+            _answer(line, listener, nurseries)
 
 
-def _answer(line: socket.socket, listener: socket.socket) -> None:
+def _answer(line: socket.socket, listener: socket.socket, nurseries: dict[str, int]) -> None:
     size, ancillary, _, _ = line.recvmsg(8, socket.CMSG_SPACE(4 * array.array("i").itemsize))
     descriptors = array.array("i")
     descriptors.frombytes(ancillary[0][2])
     try:
-        arguments, environment, cwd = _read(line, int.from_bytes(size, "big")).decode().split("\1")
-        pid = os.fork()
-        if pid == 0:
-            listener.close()
-            line.close()
-            _live(arguments.split("\0"), environment.split("\0"), cwd, list(descriptors))
+        text, environment, cwd, group = _read(line, int.from_bytes(size, "big")).decode().split("\1")
+        arguments = text.split("\0")
+        pid = nurseries.get(arguments[-1], 0) if arguments[0] == "nursery" else 0
+        if not pid or not Path(f"/proc/{pid}").exists():
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                line.close()
+                _live(arguments, environment.split("\0"), cwd, list(descriptors))
+            if arguments[0] == "nursery":
+                nurseries[arguments[-1]] = pid
+            else:
+                os.setpgid(pid, int(group))  # before its parent-by-name can go, and the group's number with it
         line.sendall(str(pid).encode())
     finally:
         for descriptor in descriptors:
@@ -129,7 +139,7 @@ def _read(line: socket.socket, count: int) -> bytes:
     return data
 
 
-def _live(arguments: list[str], environment: list[str], cwd: str, descriptors: list[int]) -> None:
+def _live(arguments: list[str], environment: Sequence[str], cwd: str, descriptors: list[int]) -> None:
     """The new process's life. Does not return."""
     code = 1
     try:
@@ -139,23 +149,15 @@ def _live(arguments: list[str], environment: list[str], cwd: str, descriptors: l
             name, _, value = entry.partition("=")
             os.environ[name] = value
         os.chdir(cwd)
-        for wanted, descriptor in enumerate(descriptors[:3]):
-            os.dup2(descriptor, wanted)
-        if os.fstat(descriptors[3]).st_ino != Path(HOME).stat().st_ino:
-            enter(descriptors[3])
-        for descriptor in descriptors:
-            os.close(descriptor)
-        random.seed()
-        if arguments[0] == "-m":
-            os.setsid()
-            sys.argv = [arguments[1], *arguments[2:]]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-            atexit._run_exitfuncs()  # as at the end of any Python program
-        else:  # raylet: setup_worker's own arguments, the worker's program, its arguments
-            program = next(index for index, argument in enumerate(arguments) if argument.endswith("_worker.py"))
-            own = ("--serialized-runtime-env-context", "--language")
-            sys.argv = [arg for arg in arguments[program:] if not arg.startswith(own)]
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        if arguments[0] == "nursery":
+            for descriptor in descriptors:
+                os.close(descriptor)
+            for name in _WITH_RAY:
+                importlib.import_module(name)
+            _serve(arguments[1], idle_s=IDLE_S)
+        else:
+            _become(descriptors)
+            _run(arguments)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -169,5 +171,31 @@ def _live(arguments: list[str], environment: list[str], cwd: str, descriptors: l
         os._exit(code)
 
 
+def _become(descriptors: Sequence[int]) -> None:
+    """Takes over output and network of whoever asked."""
+    for wanted, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, wanted)
+    if os.fstat(descriptors[3]).st_ino != Path(HOME).stat().st_ino:
+        enter(descriptors[3])
+    for descriptor in descriptors:
+        os.close(descriptor)
+    random.seed()
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.argv = [arguments[1], *arguments[2:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        atexit._run_exitfuncs()  # as at the end of any Python program
+    else:  # raylet: setup_worker's own arguments, the worker's program, its arguments
+        program = next(index for index, argument in enumerate(arguments) if argument.endswith("_worker.py"))
+        own = ("--serialized-runtime-env-context", "--language")
+        sys.argv = [arg for arg in arguments[program:] if not arg.startswith(own)]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    for module in _OF_ALL:
+        importlib.import_module(module)
+    assert "ray" not in sys.modules, "Ray takes its job and raylet from the environment when it is imported"
+    _serve(sys.argv[1], idle_s=None)

@@ -44,7 +44,7 @@ class Errand:
     queue: bool = False  # the driver also owns a component that asks for pause and release
     mends_itself: bool = False  # when ranks die it makes new ones and resumes; else it ends with the error
     step_s: float = 10.0  # the longest that one update may take
-    wait_s: float = 60.0  # the longest wait for anything else
+    wait_s: float = 100.0  # the longest wait for anything else
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

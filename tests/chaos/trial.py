@@ -23,8 +23,8 @@ from .roots import Roots
 from .trainer import Errand
 
 ROUND_S = 0.01
-STUCK_S = 60.0
-LIMIT_S = 400.0
+STUCK_S = 150.0
+LIMIT_S = 600.0
 GIVE_UP_STEPS = 6  # a point that was not passed in so many steps is given up
 CALM_STEPS = 2  # steps after the last fault, before the finale
 MISSING_S = 5.0  # how long a victim may be away when its moment has come
