@@ -31,6 +31,7 @@ class Sigterm:
 
     def __init__(self) -> None:
         self._saves: dict[str, Save] = {}
+        self._inherited: dict[str, Save] = {}  # of the process that this one was forked from; kept, never called
         self._before: Any = None  # the handler that was installed before ours
         self._pipe: tuple[int, int] | None = None
         self._owns_wakeup = False
@@ -67,9 +68,13 @@ class Sigterm:
         threading.Thread(target=self._watch, args=(read,), name="lastgood-sigterm", daemon=True).start()
 
     def _forked(self) -> None:
-        """In a forked child: its signals must not be taken for ours."""
+        """In a forked child: its signals must not be taken for ours.
+
+        Nothing is let go of here: a Ray handle that ends in the child tells the cluster so, over the connection that
+        the parent still uses (seen: the parent's next call to Ray never came back).
+        """
         if self._pipe is not None:
-            self._saves.clear()
+            self._inherited, self._saves = self._saves, {}
             self._uninstall()
 
     def _uninstall(self) -> None:

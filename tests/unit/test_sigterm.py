@@ -155,6 +155,27 @@ sys.exit(3)
     assert (child.end(), child.saves()) == (3, 1)
 
 
+def test_a_forked_child_lets_go_of_nothing_that_the_parent_uses(tmp_path: Path) -> None:
+    """A Ray handle that ended in the child spoke to the cluster over the parent's connection, and broke that."""
+    script = """
+class Save:
+    def __call__(self):
+        pass
+    def __del__(self):
+        (here / "let go").touch()
+sigterm.save_on_sigterm("run", Save())
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+print("let go" if (here / "let go").exists() else "kept", flush=True)
+"""
+    child = Child(tmp_path, script + WAIT.replace('print("ready", flush=True)', ""))
+    assert child.said == "kept"
+    child.term()
+    assert child.end() == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 def test_a_signal_to_a_forked_child_is_not_taken_for_ours(tmp_path: Path, how: str) -> None:
     fork = """
