@@ -22,9 +22,8 @@ from ..coordinator.catalog import Checkpoint
 from ..coordinator.messages import MemberInfo, Progress, RoleDeclaration, SaveKind, SaveRequest, SaveState
 from ..coordinator.names import DRIVER_ROLE
 from ..coordinator.options import Options
-from ..coordinator.outcomes import SaveOutcome, reached
-from ..coordinator.restore import Restored
-from ..coordinator.service import ResumeTermsOrder, StepOutcome
+from ..coordinator.outcomes import SaveOutcome, StepOutcome, reached
+from ..coordinator.restore import Restored, ResumeTermsOrder
 from ..coordinator.story import Story
 from ..storage.errors import (
     DeadlineError,
@@ -294,7 +293,7 @@ class Run:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
         values = _numbers(metrics)
         options = self.options
-        limit_s = options.save_deadline_s + options.snapshot_deadline_s + 2 * options.return_deadline_s + CALL_S
+        limit_s = options.save_deadline_s + options.snapshot_deadline_s + options.return_deadline_s + CALL_S
         try:
             outcome: StepOutcome = self._link.call(
                 "end_step", step, values, self._progress, timeout_s=limit_s, again="again"

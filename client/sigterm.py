@@ -45,7 +45,7 @@ class Sigterm:
         if threading.current_thread() is not threading.main_thread():
             return False
         self._saves[run] = save
-        if len(self._saves) == 1:
+        if self._pipe is None:
             self._install()
         return True
 

@@ -27,6 +27,7 @@ from ..storage.lanes import Lane
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import open_store
 from .catalog import Checkpoint
+from .housekeeping import STORE_S
 from .messages import (
     AttemptHead,
     Inventory,
@@ -41,13 +42,15 @@ from .messages import (
 )
 from .names import DRIVER_ROLE, NAMESPACE, coordinator_name, stager_name, stager_prefix
 from .options import Options
-from .outcomes import DrainOutcome, SaveOutcome
+from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome
 from .ownership import Identity
+from .ports import Notice
 from .ray_names import draining_nodes, named_actors, plain, session_dir
-from .restore import Restored
+from .restore import Restored, ResumeTermsOrder
 from .runner import answer_within
-from .service import STORE_S, Missing, Notice, ResumeTermsOrder, Service, StepOutcome, versions
+from .service import Service
 from .story import Story
+from .versions import versions
 
 log = logging.getLogger("lastgood.coordinator")
 
@@ -60,7 +63,7 @@ UPLOAD_S = 24 * 3600.0  # the driver's upload_s is the deadline; this only bound
 
 
 class RayStagerPort:
-    """One stager over Ray: implements service.StagerPort. Errors of lastgood arrive as themselves."""
+    """One stager over Ray: implements ports.StagerPort. Errors of lastgood arrive as themselves."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name

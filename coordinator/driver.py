@@ -399,12 +399,13 @@ class Driver(Engine):
         def news() -> list[Checkpoint]:
             return [c for c in self.checkpoints() if c.committed and seen.get(c.attempt) not in (c.durable, True)]
 
-        looked_at: list[int] = [-1]
+        looked_at = -1
 
         def any_news() -> bool:
-            if self.rises == looked_at[0]:
+            nonlocal looked_at
+            if self.rises == looked_at:
                 return False  # the list is long; look at it only after something was committed or became durable
-            looked_at[0] = self.rises
+            looked_at = self.rises
             return bool(news())
 
         await self._until(lambda: self.core.fenced is not None or any_news(), timeout_s)

@@ -40,7 +40,7 @@ class Hearing:
         core = self._core
         held = core.memory.held
         if held is not None and held.roster is not None and event.member in held.roster.processes:
-            core.memory.want(f"member {event.member} is gone: {event.reason}")
+            core.memory.lose_member(f"member {event.member} is gone: {event.reason}")
         attempt = core.foreground
         if attempt is None or attempt.phase not in COPYING or node in attempt.snapshots:
             return

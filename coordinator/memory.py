@@ -28,12 +28,7 @@ class Memory:
     def __init__(self, core: Protocol) -> None:
         self._core = core
         self.held: Attempt | None = None
-        self._wanted: str | None = None  # why the held one is to be staged
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the held snapshot waits for its turn to be staged."""
-        return self._wanted is not None
+        self.wanted = False  # the held one waits for its turn to be staged
 
     def hold(self, attempt: Attempt) -> None:
         """The attempt's copy is whole, and nobody asks for more: training goes on, the images stay."""
@@ -58,7 +53,7 @@ class Memory:
 
     def drop(self, why: str) -> None:
         """The held snapshot is of no use any more (or is lost); requests that wait for it are told."""
-        held, self.held, self._wanted = self.held, None, None
+        held, self.held, self.wanted = self.held, None, False
         if held is None:
             return
         held.superseded = True
@@ -73,12 +68,16 @@ class Memory:
     def want(self, reason: str) -> None:
         """The held snapshot, if there is one, is to be staged; at once or as soon as no other save is under way."""
         held = self.held
-        if held is None or self._wanted is not None:
+        if held is None or self.wanted:
             return
-        self._wanted = reason
-        if reason:
-            held.reason = f"{held.reason}; {reason}" if held.reason else reason
+        self.wanted = True
         held.tell(self._core.now_s, f"wanted: {reason}")
+
+    def lose_member(self, reason: str) -> None:
+        """A process that the held snapshot is of is gone: what it had is saved."""
+        if self.held is not None and not self.wanted:
+            self.held.reason = f"{self.held.reason}; {reason}"
+            self.want(reason)
 
     def ask(self, pending: Pending) -> Blame | None:
         """A request for what lies in memory joins it. Answers why there is nothing to serve it with."""
@@ -108,13 +107,13 @@ class Memory:
         for pending in [p for p in held.requests if p.deadline_s <= core.now_s]:
             held.requests.remove(pending)
             core.requests.end(pending, Blame("held", "the save that is under way did not end before the deadline"))
-        if self._wanted is None or core.foreground is not None:
+        if not self.wanted or core.foreground is not None:
             return
         unheard = [node for node in held.participants if node not in core.heard]
         if unheard:
             self.drop(f"the stager of {', '.join(unheard)} is not heard")
             return
-        self.held = self._wanted = None
+        self.held, self.wanted = None, False
         core.foreground = held
         held.move(Cause.WANTED, core.now_s, held.reason)
         held.phase_deadline_s = core.now_s + core.settings.deadlines.stage_s

@@ -59,3 +59,25 @@ class DrainOutcome:
 
     drained: bool
     lagging: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What end_step came to. `saved` is the attempt that copied this step, if one did."""
+
+    step: int
+    reason: str  # why it was saved or not, a sentence
+    saved: str | None = None
+    stall_s: float = 0.0  # seconds that the marks and copies took, at the coordinator
+    failures: tuple[str, ...] = ()  # what failed since the last end_step; training may go on unless `stop`
+    stop: bool = False
+    newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
+    in_memory: bool = False  # a snapshot of this step lies whole in memory
+    alarms: tuple[str, ...] = ()  # what is wrong with the run though its saves succeed; since the last end_step
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What the coordinator still waits for before the run is complete; empty when it is."""
+
+    members: tuple[str, ...] = ()

@@ -7,11 +7,13 @@ has an unknown outcome unless its docstring says otherwise: ask again, everythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..storage.manifest import Completed, ShardRecord
 from .messages import AttemptHead, Inventory, NodeSnapshot, RecordState, RoleDeclaration, SnapshotOrder
+from .restore import RestorePort
 
 
 class ParticipantPort(Protocol):
@@ -97,3 +99,25 @@ class ParticipantPort(Protocol):
         when the attempt's COMPLETED stands here.
         """
         ...
+
+
+class StagerPort(ParticipantPort, RestorePort, Protocol):
+    """A node's stager as the service needs it."""
+
+    async def highest_epoch(self) -> int: ...
+
+    async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None: ...
+
+    async def close_down(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Word that a node of the run will be taken away. `key` names it, however often it is told."""
+
+    key: str
+    reason: str  # a sentence
+
+
+Discover = Callable[[], Awaitable[Sequence[StagerPort]]]
+Notices = Callable[[], Awaitable[Sequence[Notice]]]

@@ -118,7 +118,7 @@ class Requests:
                 attempt.strengthen(pending)
                 self.serve(pending, attempt)
                 if attempt is self._core.memory.held:
-                    self._core.memory.want("")
+                    self._core.memory.want(request.reason)
                 self._core.tell_joined(attempt, pending)
                 return
         if blame := self._too_late(pending, None):

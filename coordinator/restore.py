@@ -68,6 +68,15 @@ class ResumeTerms:
     on_reshard: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class ResumeTermsOrder:
+    """What a client says about a resume."""
+
+    deadline_s: float
+    allow_changes: tuple[str, ...] = ()
+    on_reshard: Mapping[str, str] = field(default_factory=dict)
+
+
 async def restore(
     candidates: Sequence[Candidate],
     terms: ResumeTerms,

@@ -12,9 +12,9 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..storage.errors import (
     DeadlineError,
@@ -24,17 +24,17 @@ from ..storage.errors import (
     ResumeError,
     SaveFailedError,
     StoreError,
-    UsageError,
 )
 from ..storage.ids import ulid, utc_text
 from ..storage.lanes import Lane
 from ..storage.layout import MANIFEST, RunPaths
-from ..storage.store import ABANDONED_S, Store
+from ..storage.store import Store
 from ..storage.verify import open_checkpoint
 from .catalog import Checkpoint
 from .commands import Announce
 from .driver import Driver
 from .epochs import claim_epoch
+from .housekeeping import STORE_S, Housekeeping
 from .messages import (
     AttemptHead,
     MemberInfo,
@@ -45,69 +45,23 @@ from .messages import (
     SaveState,
 )
 from .options import Options
-from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome
+from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome
 from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
-from .ports import ParticipantPort
+from .ports import Discover, Notice, Notices, StagerPort
 from .protocol import Deadlines, Settings
-from .restore import Candidate, Restored, RestorePort, ResumeTerms, restore
-from .retention import collect_remotely, to_collect
+from .restore import Candidate, Restored, ResumeTerms, ResumeTermsOrder, restore
 from .runner import answer_within
 from .story import Story
+from .versions import versions
 
 log = logging.getLogger("lastgood.coordinator")
 T = TypeVar("T")
 
-STORE_S = 30.0  # for one call to the store that this service makes itself
-SWEEP_S = 600.0  # for a look at every name of the run in the store
 OWNER_S = 3600.0  # until it is seen whether another cluster's owner lives; bounded by that owner's own interval
 RETURN_POLL_S = 0.1
 BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
 HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
-
-
-class StagerPort(ParticipantPort, RestorePort, Protocol):
-    """A node's stager as the service needs it."""
-
-    async def highest_epoch(self) -> int: ...
-
-    async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None: ...
-
-    async def close_down(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Word that a node of the run will be taken away. `key` names it, however often it is told."""
-
-    key: str
-    reason: str  # a sentence
-
-
-Discover = Callable[[], Awaitable[Sequence[StagerPort]]]
-Notices = Callable[[], Awaitable[Sequence[Notice]]]
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What end_step came to. `saved` is the attempt that copied this step, if one did."""
-
-    step: int
-    reason: str  # why it was saved or not, a sentence
-    saved: str | None = None
-    stall_s: float = 0.0  # seconds that the marks and copies took, at the coordinator
-    failures: tuple[str, ...] = ()  # what failed since the last end_step; training may go on unless `stop`
-    stop: bool = False
-    newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
-    in_memory: bool = False  # a snapshot of this step lies whole in memory
-    alarms: tuple[str, ...] = ()  # what is wrong with the run though its saves succeed; since the last end_step
-
-
-@dataclass(frozen=True)
-class Missing:
-    """What the coordinator still waits for before the run is complete; empty when it is."""
-
-    members: tuple[str, ...] = ()
 
 
 class Service:
@@ -144,15 +98,14 @@ class Service:
         self._marked_steps: set[int | None] = set()  # of the nodes with members, at boot
         self._saved_step: int | None = None  # the last that this incarnation copied or restored
         self._failed: list[tuple[str, bool]] = []  # what failed since the last end_step, and whether training must stop
-        self._has_committed = False  # this incarnation has; retention waits for it
         self._knows_line = False  # a resume, or the driver's word, told where this line began
         self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._refreshing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._next_owner_s = 0.0
         self._ending = False
         self.epoch = 0
         self.driver: Driver | None = None
+        self._housekeeping: Housekeeping | None = None  # both once it has booted
 
     async def boot(self) -> None:
         """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
@@ -188,14 +141,18 @@ class Service:
             versions=versions(),
             home=self._paths.epoch(self.epoch),
         )
+        self._housekeeping = Housekeeping(
+            options, self._store, self._store_lane, self._ownership, self.driver, self._ports, self._protected
+        )
         self.driver.on_announce.append(self._hear)
         await self._meet(ports)
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
-        self._background(self._sweep_store())
         self._background(self._watch_over())
-        self._background(self._keep_house())
+        self._background(self._housekeeping.run())
+        if options.save_on_preemption:
+            self._background(self._heed_notices())
 
     async def _at_store(self, doing: str, work: Callable[[], T]) -> T:
         """A call to the store. Raises StoreUnavailableError when it has not answered within STORE_S."""
@@ -392,7 +349,8 @@ class Service:
     def _hear(self, announce: Announce) -> None:
         """What became of saves whose end_step has long returned: told with the next one."""
         if announce.state is SaveState.COMMITTED:
-            self._has_committed = True
+            assert self._housekeeping is not None
+            self._housekeeping.has_committed = True
         if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
             return
         step = announce.head.step if announce.head is not None else None
@@ -442,15 +400,19 @@ class Service:
     async def end(self) -> None:
         """Ends the service: stagers release images and directories, then every process of lastgood for the run ends."""
         self._ending = True
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         if self.driver is not None:
             await self.driver.stop()
         results = await asyncio.gather(*(port.close_down() for port in self._ports.values()), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 log.warning("a stager did not close down: %s", result)
+        with contextlib.suppress(StoreError):
+            if self._housekeeping is not None:
+                await self._housekeeping.sweep(0.0, STORE_S)  # nobody writes here any more
         with contextlib.suppress(StoreError):  # the next attach then waits until this owner counts as silent
-            sweep = functools.partial(self._store.sweep, f"{self._paths.run}/", 0.0)  # nobody writes here any more
-            await self._store_lane.run("sweeping it", sweep, STORE_S)
             await self._at_store("leaving it", self._ownership.leave)
         await self._shut_down()
 
@@ -537,51 +499,6 @@ class Service:
             return [Candidate(data, str(found.path), str(found.path))], []
         return await self._led.candidates(mode)
 
-    # -- retention
-
-    async def _collect(self) -> None:
-        """Deletes what retention lets go: in the store first, then on every node; always tombstone before files.
-
-        Only once this incarnation has committed: a run that is about to rewind may need any of them.
-        """
-        if not self._has_committed:
-            return
-        for node, heads in self._led.leftovers().items():  # they were away when these were collected
-            for head in heads:
-                await self._collect_at(node, head, "collected while this node was away")
-        for head in self._led.half_collected():  # a death came between tombstone and files
-            try:
-                collect = functools.partial(collect_remotely, self._store, self._paths, head, "")
-                await self._at_store(f"collecting the rest of step {head.step}", collect)
-            except StoreError as error:
-                log.warning("step %d (attempt %s) is not collected to its end: %s", head.step, head.attempt, error)
-                return
-            self._led.collected(head)
-        keep_last = self.options.save_total_limit
-        for checkpoint, reason in to_collect(self.checkpoints(), keep_last, self._protected):
-            head = checkpoint.head
-            collect = functools.partial(collect_remotely, self._store, self._paths, head, reason)
-            try:
-                await self._at_store(f"collecting step {head.step}", collect)
-            except StoreError as error:
-                log.warning("step %d (attempt %s) stays for now: %s", head.step, head.attempt, error)
-                return
-            for node in list(self._ports):
-                await self._collect_at(node, head, reason)
-            self._led.collected(head)
-            log.info("step %d (attempt %s) collected: %s", head.step, head.attempt, reason)
-
-    async def _collect_at(self, node: str, head: AttemptHead, reason: str) -> None:
-        """One node's part; a node that does not answer does it when it is back (leftovers)."""
-        try:
-            await self._ports[node].collect(self.epoch, head, reason)
-        except FencedError:
-            raise
-        except UsageError:
-            return  # it holds nothing of it
-        except LastgoodError as error:
-            log.warning("node %s keeps attempt %s for now: %s", node, head.attempt, error)
-
     # -- reports
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -610,17 +527,6 @@ class Service:
 
     # -- background
 
-    async def _sweep_store(self) -> None:
-        """Removes what killed writers of this run have left in the store. Nothing waits for it."""
-        try:
-            sweep = functools.partial(self._store.sweep, f"{self._paths.run}/", ABANDONED_S)
-            swept = await self._store_lane.run("sweeping it", sweep, SWEEP_S)
-        except StoreError as error:
-            log.warning("unfinished writes stay in the store for now: %s", error)
-            return
-        if swept:
-            log.info("%d writes that never finished were removed from the store", swept)
-
     def _background(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -634,7 +540,6 @@ class Service:
             await asyncio.sleep(self.options.heartbeat_s)
             try:
                 await asyncio.gather(*(self._feel_pulse(node, missed) for node in list(self._ports)))
-                await self._heed_notices()
                 if any(self._processes.values()):
                     alone_since_s = None
                     continue
@@ -651,45 +556,29 @@ class Service:
                 log.exception("one heartbeat of run %s failed; the next one tries again", self.options.run)
 
     async def _heed_notices(self) -> None:
-        """Saves the last finished step, once, when a node of the run is about to be taken away."""
-        if not self.options.save_on_preemption:
-            return
-        for notice in await self._notices():
-            if notice.key in self._noticed:
-                continue
-            self._noticed.add(notice.key)
-            log.warning("%s: the last finished step is saved", notice.reason)
-            request_id = f"notice-{self.epoch}-{notice.key}"
-            outcome = await self.save(SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster"))
-            if outcome.blame is not None:
-                log.error("%s, and no save is made: %s", notice.reason, outcome.blame)
+        """Saves the last finished step, once, when a node of the run is about to be taken away.
 
-    async def _keep_house(self) -> None:
-        """Every heartbeat: tells the store who leads, and deletes what retention lets go."""
-        while not self._ending:
+        By itself, since it asks the cluster, which may hang: that holds nothing else up.
+        """
+        while True:
             await asyncio.sleep(self.options.heartbeat_s)
             try:
-                await self._tell_owner()
-                await self._collect()
+                for notice in await self._notices():
+                    if notice.key not in self._noticed:
+                        self._noticed.add(notice.key)
+                        await self._save_for(notice)
             except FencedError as error:
                 log.error("%s", error)
                 return
             except Exception:
-                log.exception("run %s could not collect; the next heartbeat tries again", self.options.run)
+                log.exception("run %s could not look for notices; the next heartbeat tries again", self.options.run)
 
-    async def _tell_owner(self) -> None:
-        """Refreshes owner.json when it is time. Raises FencedError when a newer coordinator leads the run."""
-        if time.monotonic() < self._next_owner_s:
-            return
-        self._next_owner_s = time.monotonic() + self._ownership.interval_s
-        try:
-            beat = functools.partial(self._ownership.beat, self.epoch)
-            superseded = await self._at_store("the coordinator's heartbeat", beat)
-        except StoreError as error:
-            log.warning("the store did not take this coordinator's heartbeat: %s", error)
-            return
-        if superseded is not None:
-            self._led.fence(superseded)
+    async def _save_for(self, notice: Notice) -> None:
+        log.warning("%s: the last finished step is saved", notice.reason)
+        request_id = f"notice-{self.epoch}-{notice.key}"
+        outcome = await self.save(SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster"))
+        if outcome.blame is not None:
+            log.error("%s, and no save is made: %s", notice.reason, outcome.blame)
 
     async def _feel_pulse(self, node: str, missed: dict[str, int]) -> None:
         """Asks one stager for a sign of life. After HEARTBEAT_MISSES in a row its node counts as lost."""
@@ -708,27 +597,3 @@ class Service:
             return
         if missed.pop(node, 0):
             await self.refresh()
-
-
-@dataclass(frozen=True)
-class ResumeTermsOrder:
-    """What a client says about a resume."""
-
-    deadline_s: float
-    allow_changes: tuple[str, ...] = ()
-    on_reshard: Mapping[str, str] = field(default_factory=dict)
-
-
-def versions() -> dict[str, str]:
-    """Versions that go into every manifest."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version()}
-    for name in ("lastgood", "ray", "torch", "numpy", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-__all__ = ["Candidate", "Missing", "ResumeTermsOrder", "Service", "StagerPort", "StepOutcome", "versions"]

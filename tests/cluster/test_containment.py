@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lastgood
-from lastgood.coordinator.service import StepOutcome
+from lastgood.coordinator.outcomes import StepOutcome
 from lastgood.storage import failpoints
 from tests.containment.disks import full, must, tmpfs
 

@@ -117,6 +117,7 @@ def test_what_is_in_memory_is_saved_on_request_whatever_the_members_do() -> None
     bench.to_the_end()
     assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
     assert committed_steps(bench) == [4]
+    assert bench.said(cmd.BuildManifest)[-1].draft.reason == "every step; because of r"
     bench.ask("s", from_memory=True)
     assert "no snapshot is in memory" in str(told(bench, "s").blame)
 

@@ -12,8 +12,9 @@ import pytest
 from lastgood.coordinator.messages import AttemptHead
 from lastgood.coordinator.options import Options
 from lastgood.coordinator.ownership import Identity
+from lastgood.coordinator.ports import Notice, Notices, StagerPort
 from lastgood.coordinator.retention import collect_remotely
-from lastgood.coordinator.service import Notice, Service, StagerPort
+from lastgood.coordinator.service import Service
 from lastgood.storage.errors import StoreError, StoreUnavailableError
 from lastgood.storage.files import temporary_beside
 from lastgood.storage.lanes import Lane
@@ -29,22 +30,27 @@ async def until(done: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def alone(root: Path) -> Service:
-    """A coordinator without any stager, started."""
+async def nothing() -> Sequence[Notice]:
+    return ()
+
+
+async def alone(
+    root: Path, notices: Notices = nothing, ended: Callable[[], None] = lambda: None, linger_s: float = 600.0
+) -> Service:
+    """A coordinator without any stager, started. `ended` is called when it has shut down."""
 
     async def nobody() -> Sequence[StagerPort]:
         return ()
 
     async def shut_down() -> None:
-        return None
+        ended()
 
-    async def nothing() -> Sequence[Notice]:
-        return ()
-
-    options = Options(run="run", store=str(root / "store"), staging=str(root / "staging"), heartbeat_s=0.05)
+    options = Options(
+        run="run", store=str(root / "store"), staging=str(root / "staging"), heartbeat_s=0.05, linger_s=linger_s
+    )
     store = FileStore(root / "store")
     lane = Lane(store.url, 1, StoreUnavailableError)
-    service = Service(options, store, lane, Identity("cluster", "token", "here"), nobody, shut_down, nothing)
+    service = Service(options, store, lane, Identity("cluster", "token", "here"), nobody, shut_down, notices)
     await service.boot()
     return service
 
@@ -98,9 +104,48 @@ def test_a_coordinator_finishes_a_collection_that_an_earlier_one_began(
 
     async def scene() -> None:
         service = await alone(tmp_path)
-        service._has_committed = True  # retention begins after the first commit
+        assert service._housekeeping is not None
+        service._housekeeping.has_committed = True  # retention begins after the first commit
         await until(lambda: len(store.list(f"{PATHS.step_dir(3)}/")) == 1)
         await service.end()
 
     asyncio.run(scene())
     assert list(store.list(f"{PATHS.step_dir(3)}/")) == [PATHS.completed(3, "A3")]
+
+
+def test_a_cluster_that_does_not_answer_holds_up_nothing_but_the_look_for_notices(tmp_path: Path) -> None:
+    asked: list[str] = []
+    ends: list[str] = []
+
+    async def hang() -> Sequence[Notice]:
+        asked.append("asked")
+        await asyncio.Event().wait()
+        return ()
+
+    async def scene() -> None:
+        await alone(tmp_path, hang, lambda: ends.append("ended"), linger_s=0.2)
+        await until(lambda: bool(asked))
+        await until(lambda: bool(ends))  # nobody is left: it ends by itself
+
+    asyncio.run(scene())
+    assert (asked, ends) == (["asked"], ["ended"])
+
+
+def test_a_notice_is_heeded_once_and_a_look_that_fails_is_repeated(tmp_path: Path) -> None:
+    looks: list[str] = []
+    service: list[Service] = []
+
+    async def look() -> Sequence[Notice]:
+        looks.append("look")
+        if len(looks) == 1:
+            raise ConnectionError("the cluster's head is away")
+        return [Notice("node-1", "node 1 goes")]
+
+    async def scene() -> None:
+        service.append(await alone(tmp_path, look))
+        await until(lambda: len(looks) >= 4)
+        saves = [i for i in service[0].driver._outcomes if i.startswith("notice-")]  # type: ignore[union-attr]
+        await service[0].end()
+        assert saves == [f"notice-{service[0].epoch}-node-1"]
+
+    asyncio.run(scene())

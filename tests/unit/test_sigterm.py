@@ -113,6 +113,13 @@ def test_every_run_is_saved_and_a_closed_one_is_not(tmp_path: Path) -> None:
     assert (child.end(), child.saves()) == (-signal.SIGTERM, 2)
 
 
+def test_a_run_that_is_attached_again_is_saved_once_and_by_the_newest(tmp_path: Path) -> None:
+    script = "sigterm.save_on_sigterm('run', lambda: 1 / 0); sigterm.save_on_sigterm('run', save)"
+    child = Child(tmp_path, script + WAIT)
+    child.term()
+    assert (child.end(), child.saves()) == (-signal.SIGTERM, 1)
+
+
 def test_with_the_last_run_the_handler_from_before_is_back(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))

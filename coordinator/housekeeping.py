@@ -1,0 +1,148 @@
+"""What a coordinator does for its run beside the saves, every heartbeat: owner.json, retention, leftovers in the store.
+
+A part of the service that nothing waits for. Everything here may be repeated, by this incarnation or the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
+
+from ..storage.errors import FencedError, LastgoodError, StoreError, UsageError
+from ..storage.lanes import Lane
+from ..storage.layout import RunPaths
+from ..storage.store import ABANDONED_S, Store
+from .driver import Driver
+from .messages import AttemptHead
+from .options import Options
+from .ownership import Ownership
+from .ports import StagerPort
+from .retention import collect_remotely, to_collect
+
+log = logging.getLogger("lastgood.coordinator")
+T = TypeVar("T")
+
+STORE_S = 30.0  # for one call to the store
+SWEEP_S = 600.0  # for a look at every name of the run in the store
+
+
+class Housekeeping:
+    """The housekeeping of one incarnation. `ports` (by node) and `protected` (attempts) are read at every round."""
+
+    def __init__(
+        self,
+        options: Options,
+        store: Store,
+        lane: Lane,
+        ownership: Ownership,
+        led: Driver,
+        ports: Mapping[str, StagerPort],
+        protected: Collection[str],
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._lane = lane
+        self._ownership = ownership
+        self._led = led
+        self._ports = ports
+        self._protected = protected
+        self._paths = RunPaths("", options.run)
+        self._epoch = led.settings.epoch
+        self._next_owner_s = 0.0
+        self.has_committed = False  # this incarnation has; retention waits for it
+
+    async def run(self) -> None:
+        """Until it is cancelled or fenced. A store that is long to look through does not hold owner.json up."""
+        await asyncio.gather(self._sweep_abandoned(), self._rounds())
+
+    async def _rounds(self) -> None:
+        """A round that fails is logged, and the next one tries again."""
+        while True:
+            await asyncio.sleep(self._options.heartbeat_s)
+            try:
+                await self._tell_owner()
+                await self._collect()
+            except FencedError as error:
+                log.error("%s", error)
+                return
+            except Exception:
+                log.exception("run %s could not be tidied; the next heartbeat tries again", self._options.run)
+
+    async def sweep(self, older_than_s: float, limit_s: float) -> int:
+        """Removes writes of this run that never finished from the store, see Store.sweep. Raises StoreError."""
+        sweep = functools.partial(self._store.sweep, f"{self._paths.run}/", older_than_s)
+        return await self._lane.run("sweeping it", sweep, limit_s)
+
+    async def _sweep_abandoned(self) -> None:
+        try:
+            swept = await self.sweep(ABANDONED_S, SWEEP_S)
+        except StoreError as error:
+            log.warning("unfinished writes stay in the store for now: %s", error)
+            return
+        if swept:
+            log.info("%d writes that never finished were removed from the store", swept)
+
+    async def _tell_owner(self) -> None:
+        """Refreshes owner.json when it is time. Raises FencedError when a newer coordinator leads the run."""
+        if time.monotonic() < self._next_owner_s:
+            return
+        self._next_owner_s = time.monotonic() + self._ownership.interval_s
+        try:
+            beat = functools.partial(self._ownership.beat, self._epoch)
+            superseded = await self._at_store("the coordinator's heartbeat", beat)
+        except StoreError as error:
+            log.warning("the store did not take this coordinator's heartbeat: %s", error)
+            return
+        if superseded is not None:
+            self._led.fence(superseded)
+
+    async def _collect(self) -> None:
+        """Deletes what retention lets go: in the store first, then on every node; always tombstone before files.
+
+        Only once this incarnation has committed: a run that is about to rewind may need any of them.
+        """
+        if not self.has_committed:
+            return
+        for node, heads in self._led.leftovers().items():  # they were away when these were collected
+            for head in heads:
+                await self._collect_at(node, head, "collected while this node was away")
+        for head in self._led.half_collected():  # a death came between tombstone and files
+            if not await self._collect_in_store(head, ""):
+                return
+            self._led.collected(head)
+        for checkpoint, reason in to_collect(self._led.checkpoints(), self._options.save_total_limit, self._protected):
+            head = checkpoint.head
+            if not await self._collect_in_store(head, reason):
+                return
+            for node in list(self._ports):
+                await self._collect_at(node, head, reason)
+            self._led.collected(head)
+            log.info("step %d (attempt %s) collected: %s", head.step, head.attempt, reason)
+
+    async def _collect_in_store(self, head: AttemptHead, reason: str) -> bool:
+        """The store's part; False when the store does not let it be done now."""
+        collect = functools.partial(collect_remotely, self._store, self._paths, head, reason)
+        try:
+            await self._at_store(f"collecting step {head.step}", collect)
+        except StoreError as error:
+            log.warning("step %d (attempt %s) stays in the store for now: %s", head.step, head.attempt, error)
+            return False
+        return True
+
+    async def _collect_at(self, node: str, head: AttemptHead, reason: str) -> None:
+        """One node's part; a node that does not answer does it when it is back (leftovers)."""
+        try:
+            await self._ports[node].collect(self._epoch, head, reason)
+        except FencedError:
+            raise
+        except UsageError:
+            return  # it holds nothing of it
+        except LastgoodError as error:
+            log.warning("node %s keeps attempt %s for now: %s", node, head.attempt, error)
+
+    async def _at_store(self, doing: str, work: Callable[[], T]) -> T:
+        return await self._lane.run(doing, work, STORE_S)
