@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lastgood.client.attach import attach, connect
+    from lastgood.client.member import LedMember, member
     from lastgood.client.run import Run, SaveHandle
     from lastgood.coordinator.catalog import Checkpoint
     from lastgood.coordinator.options import Options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RNG",
     "Checkpoint",
+    "LedMember",
     "Options",
     "Restored",
     "Run",
@@ -34,12 +36,14 @@ __all__ = [
     "attach",
     "connect",
     "errors",
+    "member",
     "register_enum",
 ]
 
 _HOME = {
     "RNG": "lastgood.workers.rng_state",
     "Checkpoint": "lastgood.coordinator.catalog",
+    "LedMember": "lastgood.client.member",
     "Options": "lastgood.coordinator.options",
     "Restored": "lastgood.coordinator.restore",
     "Run": "lastgood.client.run",
@@ -47,6 +51,7 @@ _HOME = {
     "Value": "lastgood.workers.small_state",
     "attach": "lastgood.client.attach",
     "connect": "lastgood.client.attach",
+    "member": "lastgood.client.member",
     "register_enum": "lastgood.storage.tree",
 }
 

@@ -29,7 +29,7 @@ from .run import Run, start_stager
 log = logging.getLogger("lastgood")
 
 DRIVER_GONE_S = 15.0  # how long attach waits for the driver before this one to be gone
-_ONE_TIME = ("takeover", "resume", "allow_changes", "on_reshard")  # for one attach or resume, not for the coordinator
+ONE_TIME = ("takeover", "resume", "allow_changes", "on_reshard")  # for one attach or resume, not for the coordinator
 
 
 def attach(
@@ -50,7 +50,7 @@ def attach(
     for a store that cannot, UsageError when another live driver leads the run with other options.
     """
     settings = Options.load(config, run=run, store=store, staging=staging, **options)
-    _connect_ray(None)
+    connect_ray(None)
     settings.check_session(session_dir())
     link = CoordinatorLink(settings.run)
     existed = _replace_if_other(link, settings)
@@ -75,13 +75,13 @@ def connect(run: str, *, address: str | None = None) -> Run:
     Raises UsageError when no coordinator of that name lives in the cluster.
     """
     check_name("run", run)
-    _connect_ray(address)
+    connect_ray(address)
     link = CoordinatorLink(run)
     hello = link.call("hello", timeout_s=CALL_S)
     return Run(Options.model_validate(hello["options"]), link, leads=False)
 
 
-def _connect_ray(address: str | None) -> None:
+def connect_ray(address: str | None) -> None:
     if ray.is_initialized():
         return
     try:
@@ -107,7 +107,7 @@ def _replace_if_other(link: CoordinatorLink, options: Options) -> bool:
         ray.kill(handle, no_restart=True)  # it cannot even start; a new one may
         return False
     ours = options.model_dump(mode="json")
-    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in _ONE_TIME)
+    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in ONE_TIME)
     if not changed:
         return True
     if hello["members"] and not options.takeover:
@@ -140,8 +140,15 @@ def _hello_without_another_driver(handle: Any, options: Options) -> dict[str, An
         except ray.exceptions.RayError:
             return None
         others = [process for process in hello["drivers"] if process != agent_of(options.run).process]
-        if not others or options.takeover:
+        led = [process for process in hello["leading_members"] if process != agent_of(options.run).process]
+        if not (others or led) or options.takeover:
             return hello
+        if time.monotonic() > until and led:
+            raise UsageError(
+                f"run {options.run} is led by its members: {len(led)} live processes called lastgood.member. Nothing "
+                "was touched. End them first, choose another run name, or use lastgood.connect to look or save.",
+                run=options.run,
+            )
         if time.monotonic() > until:
             raise UsageError(
                 f"run {options.run} is led by another live driver process. Nothing was touched. End that driver first, "

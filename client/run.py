@@ -273,7 +273,7 @@ class Run:
             (*self.options.allow_changes, *allow_changes),
             {**self.options.on_reshard, **(on_reshard or {})},
         )
-        chosen = _resume_mode(self.options.resume if mode is None else mode)
+        chosen = resume_mode(self.options.resume if mode is None else mode)
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
         newest = tuple(self._link.call("hello", timeout_s=CALL_S)["newest"])
@@ -291,7 +291,7 @@ class Run:
         self._must_lead("end_step")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
-        values = _numbers(metrics)
+        values = metrics_of(metrics)
         options = self.options
         limit_s = options.save_deadline_s + options.snapshot_deadline_s + options.return_deadline_s + CALL_S
         try:
@@ -460,7 +460,7 @@ def start_stager(options: Options, ray_node: str) -> None:
         raise MembershipError(f"the stager on Ray node {ray_node} does not start: {error}", node=ray_node) from error
 
 
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Metrics as floats. Raises UsageError naming the one that is no number."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(f"metrics is {metrics!r}; it takes a dict of names to numbers. Nothing was touched.")
@@ -477,7 +477,7 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return values
 
 
-def _resume_mode(mode: Any) -> int | str:
+def resume_mode(mode: Any) -> int | str:
     """A mode of resume. Raises OptionsError for one that is not known, and for a path that is relative."""
     try:
         return option_values.resume_target(mode)

@@ -30,10 +30,15 @@ from .catalog import Checkpoint
 from .housekeeping import STORE_S
 from .messages import (
     AttemptHead,
+    Grant,
     Inventory,
+    Line,
     LoadRequest,
+    MemberId,
     NodeSnapshot,
     Progress,
+    RankClaim,
+    RankReport,
     RecordState,
     RoleDeclaration,
     SaveRequest,
@@ -141,6 +146,9 @@ class RayStagerPort:
     async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
         await self._ask("collect", epoch, head, reason)
 
+    async def grant(self, epoch: int, grant: Grant) -> None:
+        await self._ask("grant", epoch, grant)
+
     async def close_down(self) -> None:
         await self._ask("close_down")
 
@@ -217,6 +225,7 @@ class CoordinatorActor:
             "ray_node": ray.get_runtime_context().get_node_id(),
             "members": service.count_members(),
             "drivers": service.processes_of(DRIVER_ROLE),
+            "leading_members": service.member_led.live(),
             "newest": service.newest(),
         }
 
@@ -265,6 +274,35 @@ class CoordinatorActor:
 
     async def end(self) -> None:
         await (await self._ready()).end()
+
+    # What the ranks of a member-led run call (member_led.py).
+
+    async def join(self, claim: RankClaim, wait_s: float) -> str | None:
+        return await (await self._ready()).member_led.join(claim, wait_s)
+
+    async def joined(self, role: str, membership: str, wait_s: float) -> tuple[str, ...] | None:
+        return await (await self._ready()).member_led.joined(role, membership, wait_s)
+
+    async def resume_together(
+        self,
+        member: MemberId,
+        membership: str,
+        after: tuple[int, int] | None,
+        mode: int | str,
+        terms: ResumeTermsOrder,
+    ) -> Line:
+        return await (await self._ready()).member_led.resume(member, membership, after, mode, terms)
+
+    async def report(self, reports: Sequence[RankReport]) -> None:
+        (await self._ready()).member_led.report(reports)
+
+    async def close_together(
+        self, member: MemberId, membership: str, last_step: int, save_last: bool, timeout_s: float
+    ) -> tuple[DrainOutcome, bool]:
+        return await (await self._ready()).member_led.close(member, membership, last_step, save_last, timeout_s)
+
+    async def end_together(self) -> None:
+        await (await self._ready()).member_led.end()
 
 
 def _wake(me: Any) -> None:

@@ -176,9 +176,37 @@ class Driver(Engine):
         """
         return await self._open_window(self._mark, step, metrics or {}, due, memory)
 
-    async def reopen_window(self, step: int) -> WindowOutcome:
-        """After a restart: takes over the window of `step` if it is still open at every member; captures nothing."""
-        return await self._open_window(self._reopen, step, {}, None)
+    async def reopen_window(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        due: Decision | None = None,
+        memory: Decision | None = None,
+    ) -> WindowOutcome:
+        """As open_window where every member has marked the end of `step` already: captures nothing anew.
+
+        After a restart, and when the members lead the run.
+        """
+        return await self._open_window(self._reopen, step, metrics or {}, due, memory)
+
+    async def miss_window(self, step: int, due: Decision, node: str, why: str) -> WindowOutcome:
+        """The end of `step` could not be marked at a member on `node`: a save that was due has failed, and so have
+        requests that waited for it."""
+        self._check_alive()
+        async with self._window_lock:
+            self._verdict = None
+            self._feed(ev.WindowOpened(step, {}, {node: why}, due, {}, ends_waiting=True))
+            self._check_alive()
+            verdict = self._last_verdict()
+            return WindowOutcome(step, False, verdict.blame, (), verdict.stop)
+
+    async def forget_window(self) -> None:
+        """Training goes on past the open window: a later request waits for the next one. Asks no member."""
+        self._check_alive()
+        async with self._window_lock:
+            await self._until(lambda: not self.core.copying, math.inf)
+            self._check_alive()
+            self._feed(ev.WindowClosed())
 
     async def _open_window(
         self,

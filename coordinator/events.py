@@ -125,6 +125,7 @@ class WindowOpened(Event):
     due: Decision | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     memory: Decision | None = None
+    ends_waiting: bool = False  # if it does not open, requests that wait for a window end with the same blame
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class MemberInfo:
     pid: int
     fingerprint: Mapping[str, Any] = field(default_factory=dict)  # JSON values compared at resume
     pausable: bool = False  # some component asks for pause()/release() around the snapshot
+    granted: Grant | None = None  # of a member-led run: the highest that it has heard of
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Inventory:
     declarations: tuple[RoleDeclaration, ...] = ()
     address: str = ""  # for people: host name, staging directory
     marked_step: int | None = None  # the step that ended last, as its members here were told
+    granted: Grant | None = None  # of a member-led run: the highest that was passed on here
     processes: int = 0  # live processes that are registered, the driver's counted even before it has members
 
 
@@ -198,3 +200,63 @@ class Progress:
     resumed: AttemptHead | None = None  # what the run continued from
     resumed_after: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     newest: tuple[int, int] = (0, 0)  # the same, when the last step ended
+
+
+# Member-led runs: the loop runs inside every rank, and the ranks call end_step (coordinator/grants.py).
+
+
+@dataclass(frozen=True)
+class RankClaim:
+    """A rank of a member-led run wants its place among the members of its role."""
+
+    claim_id: str  # of one call of lastgood.member
+    role: str
+    rank: int
+    world_size: int
+    components: tuple[str, ...]
+    process: str  # id of the agent's process
+    who: str  # for people: pid and host
+
+
+@dataclass(frozen=True)
+class Line:
+    """One stretch of a member-led run, from a resume on. Every member was told the same one."""
+
+    epoch: int
+    number: int  # of the resume within the epoch
+    crew: tuple[str, ...]  # membership ids of the roles that take part, sorted
+    step: int  # the step that it continues after
+    newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
+    restored: Any = None  # restore.Restored, or None from scratch
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What orders lines: a later resume has a higher one."""
+        return (self.epoch, self.number)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Permission for every rank of a line to go on until it has ended step `step` + 1."""
+
+    line: Line
+    step: int
+    tell_at: int  # the rank reports when it has ended this step
+    outcome: Any = None  # service.StepOutcome of the newest cut, and what failed since
+    outcome_number: int = 0  # tells outcomes apart
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What orders grants."""
+        return (*self.line.key, self.step)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """A rank's word, on its own account, that it has ended a step."""
+
+    member: MemberId
+    line: tuple[int, int]  # key of its line
+    step: int
+    step_s: float | None = None  # seconds that one step takes it, without waiting for us
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of that step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NAMESPACE = "lastgood"
 DRIVER_ROLE = "trainer"  # of the process that called attach
+MEMBERS_LEAD = "the members"  # RoleDeclaration.driver of every role of a member-led run
 
 
 def coordinator_name(run: str) -> str:

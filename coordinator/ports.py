@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..storage.manifest import Completed, ShardRecord
-from .messages import AttemptHead, Inventory, NodeSnapshot, RecordState, RoleDeclaration, SnapshotOrder
+from .messages import AttemptHead, Grant, Inventory, NodeSnapshot, RecordState, RoleDeclaration, SnapshotOrder
 from .restore import RestorePort
 
 
@@ -107,6 +107,8 @@ class StagerPort(ParticipantPort, RestorePort, Protocol):
     async def highest_epoch(self) -> int: ...
 
     async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None: ...
+
+    async def grant(self, epoch: int, grant: Grant) -> None: ...
 
     async def close_down(self) -> None: ...
 

@@ -195,7 +195,7 @@ class Requests:
         self.window = self._window_attempt = None
         if due:
             core.failures += 1
-        if core.membership.problems():
+        if core.membership.problems() or event.ends_waiting:
             for pending in list(self.waiting):
                 self.waiting.remove(pending)
                 self.end(pending, blame)

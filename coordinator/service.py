@@ -35,6 +35,7 @@ from .commands import Announce
 from .driver import Driver
 from .epochs import claim_epoch
 from .housekeeping import STORE_S, Housekeeping
+from .member_led import MemberLed
 from .messages import (
     AttemptHead,
     MemberInfo,
@@ -106,6 +107,7 @@ class Service:
         self.epoch = 0
         self.driver: Driver | None = None
         self._housekeeping: Housekeeping | None = None  # both once it has booted
+        self.member_led = MemberLed(self)
 
     async def boot(self) -> None:
         """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
@@ -149,10 +151,12 @@ class Service:
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
-        self._background(self._watch_over())
-        self._background(self._housekeeping.run())
+        self.background(self._watch_over())
+        self.background(self._housekeeping.run())
         if options.save_on_preemption:
-            self._background(self._heed_notices())
+            self.background(self._heed_notices())
+        for work in self.member_led.works():
+            self.background(work)
 
     async def _at_store(self, doing: str, work: Callable[[], T]) -> T:
         """A call to the store. Raises StoreUnavailableError when it has not answered within STORE_S."""
@@ -192,6 +196,7 @@ class Service:
             self._members[answer.node] = answer.members
             self._processes[answer.node] = answer.processes
             self._incarnations[answer.node] = answer.incarnation
+            self.member_led.hear(answer)
             if answer.members:
                 self._marked_steps.add(answer.marked_step)
             for info in answer.members:
@@ -199,7 +204,11 @@ class Service:
                 self._homes[home] = (answer.node, answer.incarnation)
 
     async def declare(self, declaration: RoleDeclaration) -> Missing:
-        """A role of the run. Answers what is still missing of it (agents that have not registered yet)."""
+        """A role of the run. Answers what is still missing of it (agents that have not registered yet).
+
+        Raises UsageError when its members lead the run.
+        """
+        self.member_led.refuse_another_driver(declaration)
         self._led.declare(declaration)
         self._homes = {
             home: place
@@ -271,24 +280,72 @@ class Service:
         `again`: the client repeats itself after a restart; a step that was committed meanwhile is not saved twice.
         """
         began = time.monotonic()
-        self._heed(progress)
+        self.heed(progress)
         incarnations = dict(self._incarnations)
         if self.missing().members:
             await self._await_return(began + self.options.return_deadline_s)
-        saved = self._saved_before(step, progress) if again else None
+        saved = self.saved_before(step, progress) if again else None
+        return await self._end_step(step, metrics, saved, self._led.open_window, began, incarnations)
+
+    async def cut(self, step: int, metrics: Mapping[str, float], after: tuple[int, int]) -> StepOutcome:
+        """As end_step, of a step that every member has marked by itself and at whose end all of them wait.
+
+        `after`: (epoch, sequence) of the newest checkpoint when this line of the run began.
+        """
+        saved = self.saved_before(step, Progress(newest=after))
+        began, incarnations = time.monotonic(), dict(self._incarnations)
+        return await self._end_step(step, metrics, saved, self._led.reopen_window, began, incarnations)
+
+    async def _end_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        saved: str | None,
+        open_window: Callable[..., Awaitable[WindowOutcome]],
+        began: float,
+        incarnations: Mapping[str, str],
+    ) -> StepOutcome:
         decision = self._due(step, metrics)
         memory = self._memory_due(step)
         if saved is not None:
             decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
-        outcome = await self._led.open_window(step, metrics, decision, memory)
+        outcome = await open_window(step, metrics, decision, memory)
         if not outcome.opened:
             await self._await_return(began + self.options.return_deadline_s)
             if self._incarnations != incarnations and not self.missing().members:
-                outcome = await self._led.open_window(step, metrics, decision, memory)  # a stager was restarted
+                outcome = await open_window(step, metrics, decision, memory)  # a stager was restarted
         told = self._told(outcome, decision, time.monotonic() - began)
         return told if saved is None else replace(told, saved=saved)
 
-    def _heed(self, progress: Progress) -> None:
+    async def miss(self, step: int, node: str, why: str) -> StepOutcome:
+        """The end of `step` is not there to be saved; whatever was to be saved at it has failed."""
+        decision = self._due(step, {})
+        return self._told(await self._led.miss_window(step, decision, node, why), decision, 0.0)
+
+    def news(self, step: int) -> StepOutcome | None:
+        """What failed, and alarms, since that was told last; None when there is nothing to tell."""
+        if not self._failed and not self._led.untold_alarms:
+            return None
+        return self._told(WindowOutcome(step, True), Decision(False, "no save was due"), 0.0)
+
+    def fenced(self, error: FencedError) -> StepOutcome:
+        """The outcome of every step from now on: somebody else leads the run, training must stop."""
+        return StepOutcome(0, "another coordinator leads the run", failures=(str(error),), stop=True)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save, or a snapshot for memory, is due at the end of a step."""
+        return self._due(step, {}).due or self._memory_due(step).due
+
+    @property
+    def members(self) -> Mapping[str, tuple[MemberInfo, ...]]:
+        """Registered members whose processes live, by node."""
+        return self._members
+
+    def port_of(self, node: str) -> StagerPort:
+        """The stager of a node that was heard."""
+        return self._ports[node]
+
+    def heed(self, progress: Progress) -> None:
         """Takes over what a restarted coordinator has forgotten: where this line of the run began."""
         if progress.resumed is None:
             return
@@ -302,7 +359,7 @@ class Service:
         """(epoch, sequence) of the newest checkpoint that is known, of whatever line; (0, 0) when there is none."""
         return max(((found.epoch, found.sequence) for found in self.checkpoints()), default=(0, 0))
 
-    def _saved_before(self, step: int, progress: Progress) -> str | None:
+    def saved_before(self, step: int, progress: Progress) -> str | None:
         """The attempt by which an earlier incarnation has committed this very end_step: newer than the step before."""
         return next(
             (
@@ -366,7 +423,9 @@ class Service:
     async def save(self, request: SaveRequest) -> SaveOutcome:
         """Takes a request in; see Driver.save."""
         log.info("save requested by %s: %s (%s)", request.requested_by, request.reason, request.request_id)
-        return await self._led.save(request)
+        outcome = await self._led.save(request)
+        self.member_led.wake()
+        return outcome
 
     async def wait(self, request_id: str, state: SaveState, timeout_s: float) -> SaveOutcome:
         """How far a request has come, once it has reached `state`, has failed, or `timeout_s` has passed."""
@@ -378,7 +437,7 @@ class Service:
         Raises SaveFailedError when the last step could not be committed.
         """
         until = time.monotonic() + timeout_s
-        self._heed(progress)
+        self.heed(progress)
         await self._led.settle(timeout_s)
         committed = any(found.attempt == progress.saved and found.committed for found in self.checkpoints())
         if progress.last_step is not None and not committed:
@@ -509,6 +568,7 @@ class Service:
         """JSON-able report for people and monitoring."""
         return {
             **self._led.status(),
+            "member_led": self.member_led.status(),
             "run": self.options.run,
             "store": self.options.store,
             "saved_step": self._saved_step,
@@ -527,7 +587,8 @@ class Service:
 
     # -- background
 
-    def _background(self, work: Awaitable[None]) -> None:
+    def background(self, work: Awaitable[None]) -> None:
+        """Runs something beside the answers; it must not raise."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

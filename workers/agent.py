@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -140,7 +141,7 @@ class Agent:
 
     def _register(self) -> None:
         with self._lock:
-            infos = tuple(self._infos.values())
+            infos = tuple(replace(info, granted=self._members[name].pace.grant) for name, info in self._infos.items())
         folder = self._link.register(self.process, os.getpid(), pid_namespace_of_this_process(), infos)
         if not Path(folder).is_dir():
             raise SnapshotError(
@@ -227,6 +228,10 @@ class Agent:
             self._apply(order.head)
         elif order.kind is OrderKind.FORGET:
             self._loaded = None
+        elif order.kind is OrderKind.GRANT:
+            assert order.grant is not None
+            for member in members.values():
+                member.pace.take(order.grant, order.epoch)
         else:
             for member in members.values():
                 if order.kind is OrderKind.CLOSE_WINDOW:

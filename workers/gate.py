@@ -73,6 +73,12 @@ class Gate:
         with self._changed:
             return self._open_step
 
+    @property
+    def copies(self) -> bool:
+        """Whether a copy or a mark is under way."""
+        with self._changed:
+            return bool(self._copies)
+
     @contextlib.contextmanager
     def marking(self, step: int) -> Iterator[None]:
         """Opens the window of `step` when its body ends well; updates wait while the body runs.

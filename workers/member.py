@@ -19,6 +19,7 @@ from .component import Component, Tree
 from .device_fence import DeviceFence
 from .gate import HOLD_LIMIT_S, Gate
 from .optimizer_state import OptimizerState
+from .pace import Pace
 from .resolve import resolve_components
 
 
@@ -49,6 +50,7 @@ class Member:
         self.world_size = world_size
         self.components: dict[str, Component] = dict(sorted(components.items()))
         self.gate = Gate(str(self.id), hold_limit_s=hold_limit_s)
+        self.pace = Pace()  # of a member-led run
         self._fence = DeviceFence()
         self._updates = 0
         self._optimizers = [c.optimizer for c in self.components.values() if isinstance(c, OptimizerState)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..coordinator.messages import AttemptHead, LoadRequest, MemberId, MemberReport
+from ..coordinator.messages import AttemptHead, Grant, LoadRequest, MemberId, MemberReport
 from ..storage.manifest import Chunk
 
 
@@ -26,6 +26,7 @@ class OrderKind(enum.Enum):
     LOAD = "load"  # read and verify a checkpoint into host memory; touch nothing
     APPLY = "apply"  # put what was loaded into live state
     FORGET = "forget"  # drop what was loaded
+    GRANT = "grant"  # of a member-led run: how far its ranks may go on
     NOTHING = "nothing"  # the poll's wait ended
 
 
@@ -41,6 +42,7 @@ class Order:
     step: int = 0
     head: AttemptHead | None = None
     load: LoadRequest | None = None
+    grant: Grant | None = None
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,22 @@ lastgood's own actors, never to the user's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from ..coordinator.messages import AttemptHead, MemberId, MemberInfo
+from ..coordinator.messages import AttemptHead, MemberId, MemberInfo, RankReport
 from ..coordinator.names import NAMESPACE, stager_name
 from ..coordinator.ray_names import plain
 from ..storage.errors import LastgoodError, StagingError
 from ..storage.manifest import ShardRecord
 from .agent import StagerGoneError
 from .orders import Answer, ImageRequest, Order
+
+log = logging.getLogger("lastgood.agent")
 
 CALL_S = 60.0  # for calls that answer at once
 LOCATE_S = 3600.0  # for a shard that is fetched from another node or the store first
@@ -47,6 +50,16 @@ class RayStagerLink:
         self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
     ) -> tuple[str, str] | None:
         return self._call("locate", LOCATE_S, head, record, list(rejected), source)
+
+    def tell(self, report: RankReport, *, again: bool = False) -> None:
+        """Hands a rank's report to the stager, for the coordinator; waits for nothing. `again`: it had no effect."""
+        try:
+            if self._handle is None or again:
+                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+            self._handle.report.remote(report)
+        except Exception as error:  # noqa: BLE001 - see _call; a report is told again while its rank waits
+            self._handle = None
+            log.debug("%s does not take a report: %s", self._name, error)
 
     def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
         try:

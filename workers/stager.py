@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from ..coordinator.messages import (
     AttemptHead,
     AttemptInventory,
+    Grant,
     Inventory,
     LoadRequest,
     MemberId,
@@ -65,6 +66,7 @@ LET_GO_S = 5.0  # until a write whose attempt was given up has ended
 DISK_THREADS = 8
 MEMORY_THREADS = 2
 STORE_THREADS = 4
+GRANT_S = 10.0  # until a process that does not ask for its grant is passed over; the next one comes anyway
 READ_BYTES = 8 << 20  # one piece of a shard that travels between stagers
 
 PeerRead = Callable[[str, AttemptHead, str], AsyncIterator[bytes]]  # (node, attempt, shard path) -> pieces
@@ -135,6 +137,8 @@ class Stager:
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
         self._marked_step: int | None = None
+        self._granted: Grant | None = None  # the highest that was passed on
+        self._deliveries: set[asyncio.Task[None]] = set()
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
         self._writers = asyncio.Semaphore(config.write_threads)
@@ -192,6 +196,7 @@ class Stager:
             address=self._config.address,
             marked_step=self._marked_step,
             processes=self._processes.count(),
+            granted=self._granted,
         )
 
     def _members(self) -> tuple[MemberInfo, ...]:
@@ -243,6 +248,27 @@ class Stager:
         await self._processes.ask_all(
             self._hosts(), lambda members: _order(OrderKind.CLOSE_WINDOW, epoch, deadline_s, members)
         )
+
+    async def grant(self, epoch: int, grant: Grant) -> None:
+        """Passes a grant on to every member here, and remembers it first: a new coordinator begins above it.
+
+        Returns before the members have it; a member that misses it gets it with the next one.
+        """
+        while epoch != self._disk.highest_epoch:  # nothing may come between the check and the note
+            await self._heed(epoch)
+        if self._granted is None or grant.order > self._granted.order:
+            self._granted = grant
+        for process, members in self._hosts().items():
+            order = _order(OrderKind.GRANT, epoch, GRANT_S, members, grant=grant)
+            task = asyncio.ensure_future(self._deliver(process, order))
+            self._deliveries.add(task)
+            task.add_done_callback(self._deliveries.discard)
+
+    async def _deliver(self, process: str, order: Order) -> None:
+        try:
+            await self._processes.ask(process, order)
+        except LastgoodError as error:
+            log.info("a grant did not arrive: %s", error)
 
     async def pause(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
         await self._heed(epoch)
@@ -663,8 +689,9 @@ def _order(
     step: int = 0,
     head: AttemptHead | None = None,
     load: LoadRequest | None = None,
+    grant: Grant | None = None,
 ) -> Order:
-    return Order(ulid(), kind, epoch, deadline_s, members, step, head, load)
+    return Order(ulid(), kind, epoch, deadline_s, members, step, head, load, grant)
 
 
 def _reports(answers: Sequence[Answer]) -> tuple[MemberReport, ...]:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..coordinator.messages import AttemptHead
+from ..coordinator.messages import AttemptHead, RankReport
 from ..coordinator.names import NAMESPACE, coordinator_name, stager_name, stager_prefix
 from ..coordinator.options import Options
 from ..coordinator.ray_names import named_actors, session_dir
 from ..storage.errors import LastgoodError, StagingError
 from ..storage.store import open_store
+from .reports import ReportBatch
 from .stager import READ_BYTES, Stager, StagerConfig
 
 log = logging.getLogger("lastgood.stager")
@@ -43,6 +44,8 @@ class StagerActor(Stager):
     def __init__(self, options: dict[str, Any]) -> None:
         self._refusal: LastgoodError | None = None
         self._peers: dict[str, Any] = {}
+        self._coordinator: Any = None
+        self._reports = ReportBatch(self._send_reports)
         try:
             settings = Options.model_validate(options)
             self._run = settings.run
@@ -77,6 +80,20 @@ class StagerActor(Stager):
                 log.info("the coordinator of %s does not hear of a change on %s: %s", self._run, self.node, error)
 
         asyncio.get_running_loop().run_in_executor(None, tell)
+
+    async def report(self, report: RankReport) -> None:
+        """A rank of a member-led run tells which step it has ended."""
+        self._reports.add(report)
+
+    async def _send_reports(self, reports: Sequence[RankReport]) -> None:
+        try:
+            if self._coordinator is None:
+                name = coordinator_name(self._run)
+                self._coordinator = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+            await asyncio.wait_for(self._coordinator.report.remote(list(reports)), PEER_S)
+        except (ray.exceptions.RayError, ValueError, asyncio.TimeoutError) as error:
+            self._coordinator = None
+            log.info("the coordinator of %s did not take %d reports: %s", self._run, len(reports), error)
 
     async def _read_peer(self, node: str, head: AttemptHead, path: str) -> AsyncIterator[bytes]:
         peer = await self._peer(node)

@@ -28,6 +28,7 @@ RAY_FILES = {
     "workers/stager_actor.py",
     "client/attach.py",
     "client/link.py",
+    "client/member.py",
     "client/run.py",
     "coordinator/ray_names.py",
     "client/demo/cluster.py",
@@ -155,6 +156,7 @@ def test_the_face_holds_exactly_the_public_names() -> None:
     assert set(lastgood.__all__) == {
         "RNG",
         "Checkpoint",
+        "LedMember",
         "Options",
         "Restored",
         "Run",
@@ -164,6 +166,7 @@ def test_the_face_holds_exactly_the_public_names() -> None:
         "attach",
         "connect",
         "errors",
+        "member",
         "register_enum",
     }
     assert dir(lastgood) == sorted(lastgood.__all__)

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 from lastgood.coordinator.messages import (
     AttemptHead,
+    Grant,
+    Line,
     LoadRequest,
     MemberId,
     MemberInfo,
@@ -400,6 +402,7 @@ def test_every_call_of_a_coordinator_refuses_the_past(node: Node) -> None:
         "mark": (1, 1.0),
         "reopen": (1, 1.0),
         "close_window": (1.0,),
+        "grant": (Grant(Line(6, 1, (), 0), 3, 2),),
         "pause": (at, 1.0),
         "release": (at,),
         "snapshot": (SnapshotOrder(at, (), 1.0),),

@@ -1,0 +1,553 @@
+"""A run that its members lead: every rank runs the loop and calls end_step itself. Knows no Ray.
+
+Four things are done together by all ranks: joining, resume, cuts (grants.py says when), close. Each is asked for by
+every rank, done once, and answered to all alike; a call may be repeated after a restart of the coordinator. What a
+restarted one must know (the line, the highest grant) lies with the stagers and the agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..storage.errors import (
+    DeadlineError,
+    FencedError,
+    LastgoodError,
+    MembershipError,
+    ResumeError,
+    SaveFailedError,
+    UsageError,
+)
+from ..storage.ids import ulid
+from .grants import CutAt, GiveUp, Grants, GrantTo
+from .joining import Joining
+from .messages import Grant, Inventory, Line, MemberId, Progress, RankClaim, RankReport, RoleDeclaration
+from .names import MEMBERS_LEAD
+from .outcomes import DrainOutcome, StepOutcome
+from .restore import ResumeTermsOrder
+
+if TYPE_CHECKING:
+    from .driver import Driver
+    from .service import Service
+
+log = logging.getLogger("lastgood.coordinator")
+
+TICK_S = 0.5  # between two looks at deadlines
+POLL_S = 0.1
+GONE_S = 15.0  # how long a join waits for the processes before it to be gone
+GRANT_S = 30.0  # until a grant that a stager did not take counts as lost; the next beat brings it again
+LEAVE_S = 10.0  # how long the end of the run waits for the last members to leave
+
+
+@dataclass
+class _Together:
+    """Something that every declared member asks for: done once, when all have, and answered to all of them."""
+
+    began_s: float
+    answer: asyncio.Future[Any]
+    asked: dict[MemberId, Any] = field(default_factory=dict)  # member -> with which arguments
+
+
+class MemberLed:
+    """The ranks' side of one incarnation of the coordinator. All methods on the service's event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._joining: dict[str, Joining] = {}  # by role
+        self._line: Line | None = None
+        self._grants: Grants | None = None
+        self._heard: Grant | None = None  # the highest that stagers and agents know of
+        self._grant: Grant | None = None  # the last that was given out
+        self._metrics: dict[MemberId, RankReport] = {}
+        self._outcome: StepOutcome | None = None
+        self._outcomes = 0
+        self._lines = 0
+        self._window_open = False  # of the step that the line began after
+        self._resuming: _Together | None = None
+        self._closing: _Together | None = None
+        self._finishing = False
+        self._wake = asyncio.Event()
+        self._booted_s = time.monotonic()
+
+    def works(self) -> tuple[Awaitable[None], ...]:
+        """What runs in the background, from the end of boot on."""
+        self._driver.on_announce.append(lambda _: self._wake.set())
+        return (self._lead(), self._beat())
+
+    def wake(self) -> None:
+        """Something has changed that may call for a cut."""
+        self._wake.set()
+
+    @property
+    def _driver(self) -> Driver:
+        assert self._service.driver is not None, "boot makes it"
+        return self._service.driver
+
+    @property
+    def _roles(self) -> dict[str, RoleDeclaration]:
+        """The declared roles whose members lead."""
+        declared = self._driver.core.membership.declarations
+        return {role: told for role, told in declared.items() if told.driver == MEMBERS_LEAD}
+
+    @property
+    def _crew(self) -> tuple[str, ...]:
+        return tuple(sorted(declaration.membership for declaration in self._roles.values()))
+
+    def _expected(self) -> list[MemberId]:
+        return [MemberId(role, rank) for role, told in sorted(self._roles.items()) for rank in range(told.world_size)]
+
+    def _node_of(self, member: MemberId) -> str | None:
+        nodes = (node for node, infos in self._service.members.items() if any(i.member == member for i in infos))
+        return next(nodes, None)
+
+    def status(self) -> dict[str, Any] | None:
+        """JSON-able; None when no line was begun."""
+        if self._line is None or self._grants is None:
+            return None
+        ended = {str(member): self._grants.ended(member) for member in sorted(self._grants.members)}
+        absent = [str(member) for member in sorted(self._grants.absent)]
+        return {"granted": self._grants.granted, "ended": ended, "absent": absent, "began_after": self._line.step}
+
+    # -- joining
+
+    def live(self) -> list[str]:
+        """Ids of live processes that host members of a role that leads itself."""
+        roles = self._roles
+        infos = [info for infos in self._service.members.values() for info in infos]
+        return sorted({info.process for info in infos if info.member.role in roles})
+
+    def refuse_another_driver(self, declaration: RoleDeclaration) -> None:
+        """Raises UsageError when a driver declares a role of a run that its live members lead."""
+        if declaration.driver != MEMBERS_LEAD and self.live():
+            raise UsageError(
+                f"run {self._service.options.run} is led by its members ({len(self.live())} live processes called "
+                "lastgood.member). Nothing was touched. Use either a driver (attach) or member-led ranks for one run; "
+                "lastgood.connect looks and saves.",
+                run=self._service.options.run,
+            )
+
+    async def join(self, claim: RankClaim, wait_s: float) -> str | None:
+        """A rank claims its place; again until it is told the membership. None: not all are here after `wait_s`.
+
+        Raises MembershipError (ranks missing by register_deadline_s, doubled, or not alike), UsageError when other
+        live processes lead the run.
+        """
+        joining = self._joining.get(claim.role)
+        over = joining is not None and (joining.membership is not None or joining.refusal is not None)
+        if joining is None or (over and claim.claim_id not in joining.places):
+            joining = Joining(claim.role, self._service.options.register_deadline_s)
+            self._joining[claim.role] = joining
+        until = time.monotonic() + wait_s
+        joining.take(claim, time.monotonic())
+        while joining.membership is None:
+            if joining.whole:
+                await self._complete(joining)
+            if joining.refusal is not None:
+                raise joining.refusal
+            if joining.membership is None:
+                if time.monotonic() > until:
+                    return None
+                await asyncio.sleep(POLL_S)
+        return joining.membership
+
+    async def _complete(self, joining: Joining) -> None:
+        """All ranks are here: declares the role once nobody else leads the run."""
+        await self._service.refresh()
+        if joining.membership is not None or joining.refusal is not None or not joining.whole:
+            return
+        others = self._others(joining)
+        if others and not self._service.options.takeover:
+            began_s = max(place.first_s for place in joining.places.values())
+            if time.monotonic() - began_s > GONE_S:
+                joining.refusal = UsageError(
+                    f"run {self._service.options.run} is led by other live processes ({', '.join(others[:4])}). "
+                    "Nothing was touched. End them first, choose another run name, or pass takeover=True.",
+                    run=self._service.options.run,
+                )
+            return
+        claim = next(iter(joining.places.values())).claim
+        joining.membership = ulid()
+        log.info("role %s: all %d ranks have joined", joining.role, claim.world_size)
+        declaration = RoleDeclaration(
+            joining.role, claim.world_size, claim.components, joining.membership, MEMBERS_LEAD
+        )
+        await self._service.declare(declaration)
+
+    def _others(self, joining: Joining) -> list[str]:
+        """Live members that would be put out: of the same role, or of a run with a driver."""
+        declared = self._driver.core.membership.declarations
+        return [
+            f"{info.member} pid {info.pid}"
+            for infos in self._service.members.values()
+            for info in infos
+            if info.process not in joining.processes
+            and (
+                info.member.role == joining.role
+                or (info.member.role in declared and declared[info.member.role].driver != MEMBERS_LEAD)
+            )
+        ]
+
+    async def joined(self, role: str, membership: str, wait_s: float) -> tuple[str, ...] | None:
+        """Members of the role that the coordinator does not see yet, after `wait_s` at most; none: the role is whole.
+
+        None when this membership no longer counts (the coordinator was restarted meanwhile): join again.
+        """
+        until = time.monotonic() + wait_s
+        while True:
+            joining, declared = self._joining.get(role), self._roles.get(role)
+            if declared is None or declared.membership != membership:
+                return None
+            if joining is not None and joining.membership is None and joining.places:
+                return None
+            absent = tuple(name for name in self._service.missing().members if name.startswith(f"{role}:"))
+            if not absent or time.monotonic() > until:
+                return absent
+            await asyncio.sleep(POLL_S)
+            await self._service.refresh()
+
+    # -- what all ranks ask for together
+
+    async def _together(
+        self, slot: _Together | None, member: MemberId, arguments: Any, deadline_s: float, what: str
+    ) -> Any:
+        """Waits until whoever does it has answered. Raises its error, or DeadlineError naming who did not ask."""
+        assert slot is not None
+        slot.asked[member] = arguments
+        self._wake.set()
+        left_s = slot.began_s + deadline_s - time.monotonic()
+        try:
+            return await asyncio.wait_for(asyncio.shield(slot.answer), max(0.0, left_s))
+        except asyncio.TimeoutError:
+            late = [str(each) for each in self._expected() if each not in slot.asked]
+            who = f"{', '.join(late)} did not call {what}" if late else f"{what} is not over"
+            error = DeadlineError(
+                f"{what} of run {self._service.options.run}: after {deadline_s:.0f} s {who}. What is committed stands. "
+                f"Every rank must call {what}.",
+                waited_s=deadline_s,
+                late=late,
+            )
+            if not slot.answer.done():
+                slot.answer.set_exception(error)
+            raise error from None
+
+    def _new_together(self) -> _Together:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda done: done.exception())  # all who asked may have died
+        return _Together(time.monotonic(), answer)
+
+    # -- resume
+
+    async def resume(
+        self,
+        member: MemberId,
+        membership: str,
+        after: tuple[int, int] | None,
+        mode: int | str,
+        terms: ResumeTermsOrder,
+    ) -> Line:
+        """One rank asks for a resume; answers the line that all continue on, once every declared member has asked.
+
+        `after`: key of the line that it is on; a resume that it was not told of (this call is a repetition) is told
+        again. Raises as Service.resume, UsageError when the ranks ask for different things.
+        """
+        self._check_member(member, membership)
+        if self._line is None:
+            self._adopt()
+        line = self._line
+        if line is not None and line.crew == self._crew and (after is None or line.key > after):
+            return line
+        if self._resuming is None or self._resuming.answer.done():
+            self._resuming = self._new_together()
+            self._service.background(self._resume(self._resuming))
+        arguments = (mode, terms)
+        return await self._together(self._resuming, member, arguments, terms.deadline_s, "resume()")
+
+    async def _resume(self, slot: _Together) -> None:
+        try:
+            while set(slot.asked) != set(self._expected()):
+                if slot.answer.done():
+                    return
+                await asyncio.sleep(POLL_S)
+            mode, terms = next(iter(slot.asked.values()))
+            for member, asked in slot.asked.items():
+                if asked != (mode, terms):
+                    first = next(iter(slot.asked))
+                    raise UsageError(
+                        f"resume: {first} asks for {mode!r} and {member} for {asked[0]!r}"
+                        f"{'' if asked[0] != mode else ' on other terms'}. Nothing was touched. Every rank must call "
+                        "resume with the same arguments.",
+                    )
+            line = await self._begin_line(mode, replace(terms, deadline_s=self._left_s(slot, terms.deadline_s)))
+            if not slot.answer.done():
+                slot.answer.set_result(line)
+        except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+            if not slot.answer.done():
+                slot.answer.set_exception(error)
+
+    def _left_s(self, slot: _Together, deadline_s: float) -> float:
+        return max(0.1, slot.began_s + deadline_s - time.monotonic())
+
+    async def _begin_line(self, mode: int | str, terms: ResumeTermsOrder) -> Line:
+        service = self._service
+        self._line = self._grants = self._grant = None  # whatever was granted is void
+        restored = await service.resume(mode, terms)
+        step = 0 if restored is None else restored.step
+        self._lines += 1
+        line = Line(service.epoch, self._lines, self._crew, step, service.newest(), restored)
+        grants = Grants(self._expected(), step, service.options.snapshot_deadline_s)
+        self._grant = Grant(line, step, step)
+        failed = await self._pass_on(self._grant)
+        if failed:
+            raise ResumeError(
+                f"step {step} was restored, but {'; '.join(failed)}. Call resume again.",
+                step=step,
+            )
+        self._line, self._grants, self._window_open = line, grants, True
+        for member in grants.members:
+            grants.report(member, step, None, time.monotonic())
+        self._outcome, self._metrics = None, {}
+        self._wake.set()
+        return line
+
+    # -- leading
+
+    def hear(self, inventory: Inventory) -> None:
+        """What a stager and its agents know of grants."""
+        for grant in (inventory.granted, *(info.granted for info in inventory.members)):
+            if grant is not None and (self._heard is None or grant.order > self._heard.order):
+                self._heard = grant
+                self._wake.set()
+
+    def _adopt(self) -> bool:
+        """Takes over the line that the coordinator before this one led, once all its members are here.
+
+        Those that are not here after return_deadline_s are not waited for: what they were granted may be unknown then,
+        and a cut that meets it fails by the members' own word.
+        """
+        heard, service = self._heard, self._service
+        if self._line is not None or heard is None or self._resuming_now or heard.line.crew != self._crew:
+            return False
+        waited_s = time.monotonic() - self._booted_s
+        if service.missing().members and waited_s < service.options.return_deadline_s:
+            return False
+        self._line = heard.line
+        self._grants = Grants(self._expected(), heard.step, service.options.snapshot_deadline_s)
+        restored = heard.line.restored
+        newest = heard.line.newest
+        head = None if restored is None else restored.head
+        service.heed(Progress(resumed=head, resumed_after=newest, newest=newest))
+        self._grant = Grant(heard.line, heard.step, 0)  # all report at their next end_step
+        self._window_open = True
+        log.info("the members lead from grant %d on (line %s)", heard.step, heard.line.key)
+        self._wake.set()
+        return True
+
+    @property
+    def _resuming_now(self) -> bool:
+        return self._resuming is not None and not self._resuming.answer.done()
+
+    def report(self, reports: Sequence[RankReport]) -> None:
+        """Ranks tell which step they have ended."""
+        for report in reports:
+            if self._line is None or self._grants is None or report.line != self._line.key:
+                continue
+            self._grants.report(report.member, report.step, report.step_s, time.monotonic())
+            self._metrics[report.member] = report
+        self._wake.set()
+
+    async def _lead(self) -> None:
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+            self._wake.clear()
+            try:
+                await self._go_on()
+            except FencedError as error:
+                log.error("%s", error)
+                self._tell(self._service.fenced(error))  # the beat brings it, unless the ranks follow the newer one
+                return
+            except Exception:
+                log.exception("one decision for the members of %s failed", self._service.options.run)
+                await asyncio.sleep(TICK_S)
+
+    async def _go_on(self) -> None:
+        if self._line is not None and self._line.crew != self._crew:
+            self._line = self._grants = self._grant = None  # other ranks have joined: they resume first
+        if self._adopt() and self._grant is not None:
+            await self._pass_on(self._grant)
+        grants, line = self._grants, self._line
+        if grants is None or line is None:
+            return
+        if self._window_open and (grants.front or 0) > line.step:
+            self._window_open = False
+            await self._driver.forget_window()
+        while grants is self._grants and not self._finishing:
+            decision = grants.decide(time.monotonic(), self._service.is_due, self._is_asked())
+            if decision is None:
+                return
+            await self._carry_out(grants, line, decision)
+
+    def _is_asked(self) -> bool:
+        """Whether a request waits for a cut, and could be served by it."""
+        core = self._driver.core
+        return bool(core.requests.waiting) and core.foreground is None
+
+    async def _carry_out(self, grants: Grants, line: Line, decision: GrantTo | CutAt | GiveUp) -> None:
+        if isinstance(decision, CutAt):
+            metrics = self._metrics_of(decision.step)
+            outcome = await self._service.cut(decision.step, metrics, line.newest)
+            await self._driver.forget_window()
+            self._tell(outcome)
+            grants.cut_done(decision.step)
+        elif isinstance(decision, GiveUp):
+            await self._miss(grants, decision.step, decision.waited_s)
+        else:
+            for step in decision.missed:
+                await self._miss(grants, step, None)
+            if grants is self._grants:
+                self._grant = Grant(line, decision.step, decision.tell_at, self._outcome, self._outcomes)
+                await self._pass_on(self._with_news(self._grant))
+
+    async def _miss(self, grants: Grants, step: int, waited_s: float | None) -> None:
+        """A cut is not made, since members did not come to it: tells who, where, and what they reported last."""
+        late = [
+            f"{member} (node {self._node_of(member) or 'unknown: its process is gone'}, last step reported: "
+            f"{'none' if ended is None else ended})"
+            for member, ended in sorted(grants.absent.items())
+        ]
+        after = "" if waited_s is None else f" within {waited_s:.1f} s of the first (snapshot_deadline_s)"
+        node = self._node_of(min(grants.absent)) or "unknown"
+        why = f"{', '.join(late)} did not arrive{after}; the others train on"
+        self._tell(await self._service.miss(step, node, why))
+
+    def _metrics_of(self, step: int) -> Mapping[str, float]:
+        """Those of the lowest rank of each role, of this step."""
+        found: dict[str, float] = {}
+        for role in sorted(self._roles):
+            report = self._metrics.get(MemberId(role, 0))
+            if report is not None and report.step == step:
+                found.update(report.metrics)
+        return found
+
+    def _tell(self, outcome: StepOutcome) -> None:
+        """The next grant carries it. Once training must stop, every later outcome says so."""
+        if self._outcome is not None and self._outcome.stop:
+            outcome = replace(outcome, stop=True, failures=outcome.failures or self._outcome.failures)
+        self._outcome = outcome
+        self._outcomes += 1
+
+    def _with_news(self, grant: Grant) -> Grant:
+        news = self._service.news(grant.step)
+        if news is not None:
+            self._tell(news)
+        if (grant.outcome, grant.outcome_number) != (self._outcome, self._outcomes):
+            grant = replace(grant, outcome=self._outcome, outcome_number=self._outcomes)
+            self._grant = grant
+        return grant
+
+    async def _pass_on(self, grant: Grant) -> list[str]:
+        """Gives a grant to every node with members. Answers what failed; the next beat brings it again."""
+        nodes = [node for node, infos in self._service.members.items() if infos]
+        calls = (asyncio.wait_for(self._service.port_of(n).grant(self._service.epoch, grant), GRANT_S) for n in nodes)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failed = []
+        for node, result in zip(nodes, results, strict=True):
+            if isinstance(result, FencedError):
+                self._driver.fence(str(result))
+            if isinstance(result, BaseException):
+                failed.append(f"node {node} did not take grant {grant.step}: {type(result).__name__} {result}")
+                log.warning("%s", failed[-1])
+        return failed
+
+    async def _beat(self) -> None:
+        """The last grant again and again: whoever missed it gets it, and the ranks know that somebody leads."""
+        options = self._service.options
+        while True:
+            await asyncio.sleep(min(options.heartbeat_s, options.return_deadline_s / 4))
+            try:
+                if self._grant is not None and self._line is not None:
+                    await self._pass_on(self._with_news(self._grant))
+            except FencedError:
+                return
+            except LastgoodError as error:
+                log.warning("a beat to the members failed: %s", error)
+
+    # -- close
+
+    async def close(
+        self, member: MemberId, membership: str, last_step: int, save_last: bool, timeout_s: float
+    ) -> tuple[DrainOutcome, bool]:
+        """One rank has ended its loop. Once all have: the last step is committed and everything is durable.
+
+        Answers how that came out, and whether this member is the one that ends the service. Raises SaveFailedError
+        when the last step could not be committed, DeadlineError naming who did not call close().
+        """
+        self._check_member(member, membership)
+        if self._closing is None:
+            self._closing = self._new_together()
+            self._service.background(self._close(self._closing, timeout_s))
+        slot = self._closing
+        drained = await self._together(slot, member, (last_step, save_last), timeout_s, "close()")
+        return drained, member == min(slot.asked)
+
+    async def _close(self, slot: _Together, timeout_s: float) -> None:
+        try:
+            while not slot.answer.done():
+                gone = set(self._service.missing().members)
+                if all(member in slot.asked or str(member) in gone for member in self._expected()):
+                    slot.answer.set_result(await self._finish(slot, timeout_s))
+                    return
+                await asyncio.sleep(POLL_S)
+        except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+            if not slot.answer.done():
+                slot.answer.set_exception(error)
+        finally:
+            self._finishing = False
+            if not slot.answer.done() or slot.answer.exception() is not None or not slot.answer.result().drained:
+                self._closing = None  # nothing was ended: it may be asked again, and training may go on
+
+    async def _finish(self, slot: _Together, timeout_s: float) -> DrainOutcome:
+        self._finishing = True
+        steps = {last_step for last_step, _ in slot.asked.values()}
+        if len(steps) != 1:
+            told = ", ".join(f"{member} after step {last}" for member, (last, _) in sorted(slot.asked.items()))
+            raise SaveFailedError(
+                f"close() was called by {told}: the last step cannot be saved, since there is none that all have "
+                "ended. The previous checkpoint stands; nothing was ended.",
+            )
+        step = steps.pop()
+        save_last = all(save for _, save in slot.asked.values())
+        await self._driver.settle(self._left_s(slot, timeout_s))
+        line = self._line
+        if line is None and self._heard is not None and self._heard.line.crew == self._crew:
+            line = self._heard.line
+        progress = Progress()
+        if line is not None and save_last and step > line.step:
+            saved = self._service.saved_before(step, Progress(newest=line.newest))
+            progress = Progress(last_step=step, saved=saved)
+            if saved is None:
+                await self._driver.reopen_window(step)
+        return await self._service.finish(self._left_s(slot, timeout_s), ulid(), progress)
+
+    async def end(self) -> None:
+        """The lowest member ends the service, once the others have left."""
+        until = time.monotonic() + LEAVE_S
+        while self._service.count_members() and time.monotonic() < until:
+            await asyncio.sleep(POLL_S)
+            await self._service.refresh()
+        await self._service.end()
+
+    def _check_member(self, member: MemberId, membership: str) -> None:
+        declared = self._roles.get(member.role)
+        if declared is None or declared.membership != membership:
+            raise MembershipError(
+                f"{member} is no longer a member of run {self._service.options.run}: other processes have joined as "
+                f"role {member.role} since. Nothing was touched. End this process.",
+                member=str(member),
+            )
