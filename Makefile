@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test setup lint format types unit simulation store crash containment cluster chaos docs clean
+.PHONY: help demo test setup lint format types unit simulation store crash containment cluster chaos scaling docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -42,7 +42,7 @@ format: setup  ## let ruff mend what it can
 types: setup  ## basedpyright in standard mode
 	mkdir -p build/types/lastgood
 	ln -sfnr __init__.py py.typed client coordinator storage workers build/types/lastgood/
-	ln -sfnr tests build/types/tests
+	ln -sfnr tests benchmarks build/types/
 	$(BIN)/basedpyright
 
 unit: setup  ## tests of pure code: seconds
@@ -66,6 +66,9 @@ cluster: setup  ## real Ray, real FSDP2, real SIGKILLs: minutes
 
 chaos: setup  ## the kill campaign (make chaos TRIALS=300 SEED=7; docs/chaos.md): hours if you like
 	$(BIN)/python -m tests.chaos --trials $(or $(TRIALS),30) --seed $(or $(SEED),1) $(ARGS)
+
+scaling: setup  ## what a commit costs with 10 to 10,000 members: minutes (ARGS="--json")
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
 
 docs: setup  ## pages that are made from code
 	mkdir -p build

@@ -19,10 +19,9 @@ import ray
 from ..coordinator.actor import create_coordinator
 from ..coordinator.messages import Line, RankClaim, RankReport
 from ..coordinator.options import Options
-from ..coordinator.outcomes import DrainOutcome
+from ..coordinator.outcomes import DrainOutcome, StepOutcome
 from ..coordinator.ray_names import session_dir
-from ..coordinator.restore import Restored
-from ..coordinator.service import ResumeTermsOrder, StepOutcome
+from ..coordinator.restore import Restored, ResumeTermsOrder
 from ..storage.errors import DeadlineError, LastgoodError, MembershipError, OptionsError, SaveFailedError, UsageError
 from ..storage.ids import ulid
 from ..storage.layout import check_name

@@ -63,16 +63,40 @@ CALL_S = 60.0  # beyond its own deadline, until a call to a stager counts as una
 WAKE_TRIES = 300
 WAKE_RETRY_S = 0.2
 STORE_THREADS = 2  # for what the service itself asks of the store; the driver has its own
+SHARE_BYTES = 100_000  # beyond it Ray itself copies an argument into its object store, once for each call
+KEEP_SHARED = 2  # the manifest that is committed, and one that is published again
 PULSE_S = 10.0  # for a sign of life
 UPLOAD_S = 24 * 3600.0  # the driver's upload_s is the deadline; this only bounds the call
+
+
+class SharedManifests:
+    """A long manifest is put into Ray's object store once, and each node fetches it from whoever has it.
+
+    As a plain argument it would be copied there anew for every call: nodes x bytes, twice for each commit.
+    """
+
+    def __init__(self) -> None:
+        self._newest: list[tuple[bytes, Any]] = []  # with their references
+
+    def share(self, manifest: bytes) -> Any:
+        """What to give to a call in place of the bytes; the callee is given the bytes."""
+        if len(manifest) < SHARE_BYTES:
+            return manifest
+        for known, reference in self._newest:
+            if known == manifest:
+                return reference
+        reference = ray.put(manifest)
+        self._newest = [(manifest, reference), *self._newest[: KEEP_SHARED - 1]]
+        return reference
 
 
 class RayStagerPort:
     """One stager over Ray: implements ports.StagerPort. Errors of lastgood arrive as themselves."""
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any, manifests: SharedManifests) -> None:
         self.name = name
         self._handle = handle
+        self._manifests = manifests
 
     async def _ask(self, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
         """`limit_s` bounds the call in any case; most callers bound it more tightly."""
@@ -117,13 +141,13 @@ class RayStagerPort:
         return await self._ask("stage", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
 
     async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
-        return await self._ask("accept", epoch, head, manifest)
+        return await self._ask("accept", epoch, head, self._manifests.share(manifest))
 
     async def refuse(self, epoch: int, head: AttemptHead, reason: str) -> RecordState:
         return await self._ask("refuse", epoch, head, reason)
 
     async def publish(self, epoch: int, completed: Completed, manifest: bytes) -> None:
-        await self._ask("publish", epoch, completed, manifest)
+        await self._ask("publish", epoch, completed, self._manifests.share(manifest))
 
     async def upload(self, epoch: int, head: AttemptHead) -> None:
         await self._ask("upload", epoch, head, limit_s=UPLOAD_S)
@@ -162,6 +186,7 @@ class CoordinatorActor:
         self._boot: asyncio.Task[Service] | None = None
         self._ports: dict[str, RayStagerPort] = {}
         self._store_lane: Lane | None = None
+        self._manifests = SharedManifests()
         # Recover at once, also when Ray restarted this actor and nobody calls: uploads must go on.
         me = ray.get_runtime_context().current_actor
         threading.Thread(target=_wake, args=(me,), name="lastgood-wake", daemon=True).start()
@@ -198,7 +223,10 @@ class CoordinatorActor:
 
     def _find_stagers(self) -> list[RayStagerPort]:
         found = named_actors(stager_prefix(self._options.run))
-        self._ports = {name: self._ports.get(name) or RayStagerPort(name, handle) for name, handle in found.items()}
+        self._ports = {
+            name: self._ports.get(name) or RayStagerPort(name, handle, self._manifests)
+            for name, handle in found.items()
+        }
         return list(self._ports.values())
 
     async def _notices(self) -> list[Notice]:
@@ -233,7 +261,7 @@ class CoordinatorActor:
         """A stager tells that its registrations changed."""
         service = await self._ready()
         try:
-            await service.refresh()
+            await service.node_changed(node)
         except LastgoodError as error:
             log.warning("after a change on %s: %s", node, error)
 

@@ -2,11 +2,16 @@
 
 The rule: `move` is the one door for a change of phase; it takes only what stands in moves.MOVES and writes the reason
 into the story. Everything else in here are facts that were told, or questions about them.
+
+A question that is asked after every event must not look at every node each time: with N nodes a save would then cost
+N x N. So the counts are compared first, and `ask` names the nodes whose calls may have changed.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..storage.errors import IllegalMoveError
@@ -59,7 +64,7 @@ class Attempt:
     drafted: bool = False  # the manifest is being built: what it says no longer changes
     manifest: bytes | None = None
     may_be_accepted: bool = True  # False: no accept was ever sent for it, by the only one that could
-    records: dict[str, RecordState] = field(default_factory=dict)
+    records: dict[str, RecordState] = field(default_factory=dict)  # written by note_record alone
     told_s: dict[str, float] = field(default_factory=dict)  # node -> when it last said something of this attempt
     proof: str | None = None  # where COMPLETED or a ledger entry was seen
     published: set[str] = field(default_factory=set)
@@ -78,11 +83,19 @@ class Attempt:
     blame: Blame | None = None
     told_doubt: bool = False
     announced: SaveState = SaveState.REQUESTED
-    calls: dict[tuple[type, str], float] = field(default_factory=dict)  # OUTSTANDING, or when to ask again
+    calls: dict[tuple[type, str], float] = field(default_factory=dict)  # OUTSTANDING, or when to ask again (`retry`)
+    retries: list[tuple[float, str, str, type]] = field(default_factory=list)  # a heap of calls to ask again; some gone
     tries: dict[tuple[type, str], int] = field(default_factory=dict)
     last_failure: dict[tuple[type, str], str] = field(default_factory=dict)  # of calls that are asked again
     look_s: float = 0.0  # when it must be looked at next; 0 when something about it has changed
+    ask: set[str] | None = None  # nodes whose calls must be looked at then; None: everyone's
+    deleting: bool = False  # files may go, and every node's Discard has been looked at
+    publish_cursor: int = 0  # calls.first_publish_over: how far it had seen participants that are over
     story: list[tuple[float, str]] = field(default_factory=list)
+    _refusals: int = 0  # among the records
+    _certain: int = 0
+    _sure_of: tuple[str, ...] | None = None  # participants whose records are all certain
+    _nodes: tuple[tuple[str, ...], frozenset[str]] = ((), frozenset())  # participants, and the same as a set
 
     @property
     def id(self) -> str:
@@ -103,7 +116,45 @@ class Attempt:
         self.entered_s = now_s
         self.phase = to
         self.phase_deadline_s = math.inf
+        self.look()
+
+    def look(self, node: str | None = None) -> None:
+        """Something about it has changed, at this node or (None) anywhere: it is looked at before the event is over."""
         self.look_s = 0.0
+        if node is None:
+            self.ask = None
+        elif self.ask is not None:
+            self.ask.add(node)
+
+    def looked(self, heard: Collection[str]) -> None:
+        """Its calls have been looked at; from here on only what changes or falls due is."""
+        self.ask = set()
+        self.look_s = self.next_retry_s(heard)
+
+    def retry(self, key: tuple[type, str], when_s: float) -> None:
+        """A call failed and may be made again from `when_s` on."""
+        self.calls[key] = when_s
+        kind, node = key
+        heapq.heappush(self.retries, (when_s, node, kind.__name__, kind))
+
+    def next_retry_s(self, heard: Collection[str]) -> float:
+        """When the first failed call may be made again; infinite without one.
+
+        Calls to nodes that are not heard are passed over for good: hearing a node forgets them and looks at it.
+        """
+        retries = self.retries
+        while retries:
+            when_s, node, _, kind = retries[0]
+            if self.calls.get((kind, node)) == when_s and (not node or node in heard):
+                return when_s
+            heapq.heappop(retries)  # answered, forgotten or put off since
+        return math.inf
+
+    def wake(self, now_s: float, heard: Collection[str]) -> None:
+        """Marks the nodes whose failed calls are due to be looked at."""
+        while self.next_retry_s(heard) <= now_s:
+            _, node, _, _ = heapq.heappop(self.retries)
+            self.look(node or None)
 
     def illegal(self, what: str) -> IllegalMoveError:
         """The error for something that cannot have happened; tells the story so far."""
@@ -115,6 +166,20 @@ class Attempt:
             phase=self.phase.value,
             story=tuple(self.story),
         )
+
+    def has(self, node: str) -> bool:
+        """Whether a node is a participant."""
+        if self._nodes[0] is not self.participants:
+            self._nodes = (self.participants, frozenset(self.participants))
+        return node in self._nodes[1]
+
+    def note_record(self, node: str, record: RecordState) -> None:
+        """The one place where a record is written down."""
+        before = self.records.get(node)
+        self.records[node] = record
+        self._sure_of = None
+        self._refusals += (record is RecordState.REFUSE) - (before is RecordState.REFUSE)
+        self._certain += (record in CERTAIN) - (before in CERTAIN)
 
     @property
     def deadline_s(self) -> float:
@@ -134,12 +199,14 @@ class Attempt:
     def all_accept(self) -> bool:
         """Whether every participant's record is known to say accept: this, and nothing else, is the commit."""
         records = self.records
-        return self.participants_known and all(records.get(n) is RecordState.ACCEPT for n in self.participants)
+        if not self.participants_known or self._certain < len(self.participants):
+            return False
+        return all(records.get(n) is RecordState.ACCEPT for n in self.participants)
 
     @property
     def refused(self) -> bool:
         """Whether a durable refuse is known: it can never be committed."""
-        return RecordState.REFUSE in self.records.values()
+        return self._refusals > 0
 
     @property
     def aborted(self) -> bool:
@@ -156,11 +223,22 @@ class Attempt:
             return self.phase in UNDONE
         if not self.refused or not (self.participants_known or everyone_heard):
             return False
-        return all(self.records.get(n) in (RecordState.ACCEPT, RecordState.REFUSE) for n in self.participants)
+        return self._all_certain()
+
+    def _all_certain(self) -> bool:
+        if self._certain < len(self.participants):
+            return False
+        if self._sure_of is not self.participants:
+            if not all(self.records.get(n) in CERTAIN for n in self.participants):
+                return False
+            self._sure_of = self.participants
+        return True
 
     @property
     def holders(self) -> tuple[str, ...]:
         """Participants that still have what they accepted."""
+        if not self.lost_at:
+            return self.participants
         return tuple(node for node in self.participants if node not in self.lost_at)
 
     @property
@@ -181,8 +259,10 @@ class Attempt:
         if self.to_release:
             return False
         if self.phase is Phase.DURABLE:
-            holders = self.holders
-            return all(n in self.noted and n in self.published for n in holders)
+            fewest = len(self.participants) - len(self.lost_at)
+            if len(self.noted) < fewest or len(self.published) < fewest:
+                return False
+            return all(n in self.noted and n in self.published for n in self.holders)
         return self.phase is Phase.ABORTED
 
     def strengthen(self, pending: Pending) -> None:
@@ -205,4 +285,4 @@ class Attempt:
         """Forgets what only an unfinished attempt needs."""
         self.snapshots, self.shards, self.updates = {}, {}, {}
         self.manifest = self.roster = None
-        self.calls, self.tries, self.last_failure = {}, {}, {}
+        self.calls, self.tries, self.retries, self.last_failure = {}, {}, [], {}

@@ -81,11 +81,14 @@ def merge(
     store: Iterable[Completed] = (),
     ledger: Iterable[LedgerEntry] = (),
     collected: Collection[str] = (),
+    words: dict[str, tuple[str | None, str]] | None = None,
 ) -> list[Checkpoint]:
     """Every checkpoint that somebody knows of, newest first; aborted and collected attempts are none.
 
     `inventories`: node -> what it holds, of the nodes that are heard. `collected`: attempts that retention let go.
+    `words`: attempt -> (tag, kind), as far as known; what must be read from a manifest is added, for the next time.
     """
+    words = {} if words is None else words
     seen: dict[str, _Sighting] = {}
 
     def sighting(attempt: str, step: int, epoch: int, sequence: int) -> _Sighting:
@@ -106,11 +109,11 @@ def merge(
         entry = sighting(line.attempt, line.step, line.epoch, line.sequence)
         entry.ledger = line
         entry.participants = entry.participants or line.nodes
-    made = (_judge(entry, inventories.keys()) for entry in seen.values() if entry.head.attempt not in collected)
+    made = (_judge(entry, inventories.keys(), words) for entry in seen.values() if entry.head.attempt not in collected)
     return sorted((c for c in made if c is not None), key=lambda c: (c.epoch, c.sequence), reverse=True)
 
 
-def _judge(entry: _Sighting, heard: Collection[str]) -> Checkpoint | None:
+def _judge(entry: _Sighting, heard: Collection[str], words: dict[str, tuple[str | None, str]]) -> Checkpoint | None:
     head = entry.head
     participants = entry.participants or tuple(sorted(entry.at))
     holding = tuple(node for node in sorted(entry.at) if entry.at[node].staged)
@@ -121,7 +124,8 @@ def _judge(entry: _Sighting, heard: Collection[str]) -> Checkpoint | None:
     verdict = decide(participants, {n: found.record for n, found in entry.at.items()}, proof, heard).verdict
     if verdict in (Verdict.ABORTED, Verdict.REFUSE_FIRST) or (verdict is Verdict.IN_DOUBT and not entry.participants):
         return None
-    missing = tuple(node for node in participants if node not in holding)
+    held = frozenset(holding)
+    missing = tuple(node for node in participants if node not in held)
     if durable:
         state = Standing.DURABLE
     elif verdict is Verdict.IN_DOUBT:
@@ -130,7 +134,7 @@ def _judge(entry: _Sighting, heard: Collection[str]) -> Checkpoint | None:
         state = Standing.COMMITTED if holding else Standing.LOST
     tag, kind = entry.tag, entry.kind
     if not kind and entry.manifest is not None:
-        tag, kind = _tag_and_kind(entry.manifest, head.attempt)
+        tag, kind = _tag_and_kind(entry.manifest, head.attempt, words)
     where = (*holding, "store") if durable else holding
     return Checkpoint(
         head.step,
@@ -147,19 +151,14 @@ def _judge(entry: _Sighting, heard: Collection[str]) -> Checkpoint | None:
     )
 
 
-_SEEN: dict[str, tuple[str | None, str]] = {}  # attempt -> (tag, kind): manifests are immutable, and long
-
-
-def _tag_and_kind(manifest: bytes, attempt: str) -> tuple[str | None, str]:
-    if attempt not in _SEEN:
+def _tag_and_kind(manifest: bytes, attempt: str, words: dict[str, tuple[str | None, str]]) -> tuple[str | None, str]:
+    if attempt not in words:  # manifests never change, and are long
         try:
             content = Manifest.from_bytes(manifest, where=f"the manifest of {attempt}")
         except IntegrityError:
             return None, ""
-        if len(_SEEN) > 10_000:
-            _SEEN.clear()
-        _SEEN[attempt] = (content.tag, content.kind)
-    return _SEEN[attempt]
+        words[attempt] = (content.tag, content.kind)
+    return words[attempt]
 
 
 def candidates(checkpoints: Iterable[Checkpoint], mode: int | str) -> tuple[list[Checkpoint], list[str]]:

@@ -36,7 +36,7 @@ from .messages import (
 from .outcomes import DrainOutcome, SaveOutcome, WindowOutcome, reached
 from .policies import Decision
 from .ports import ParticipantPort
-from .report import lagging, report, unsettled
+from .report import improving, lagging, report, settled
 from .runner import answer_within
 from .story import Story, stories
 
@@ -150,7 +150,7 @@ class Driver(Engine):
             survey = await answer_within(self._blocking(remote.survey), limit_s, "the store", "what it holds")
         except (StoreError, OSError, DeadlineError) as error:
             return [f"the store could not be read ({error}); what it knows is not taken into account until it can be"]
-        self._survey = survey
+        self._learn(survey)
         self._feed(ev.StoreSurveyed(_heads(survey.completed), _heads(survey.ledger)))
         return list(survey.problems)
 
@@ -158,7 +158,7 @@ class Driver(Engine):
         """Waits until nothing is in the foreground and every decision that can be made with the nodes heard is made
         and published there; False when the time was up first."""
         self._check_alive()
-        return await self._until(lambda: not unsettled(self.core), timeout_s)
+        return await self._until(lambda: settled(self.core), timeout_s)
 
     # ---- windows
 
@@ -189,13 +189,13 @@ class Driver(Engine):
         """
         return await self._open_window(self._reopen, step, metrics or {}, due, memory)
 
-    async def miss_window(self, step: int, due: Decision, node: str, why: str) -> WindowOutcome:
+    async def miss_window(self, step: int, due: Decision, node: str, blame: Blame) -> WindowOutcome:
         """The end of `step` could not be marked at a member on `node`: a save that was due has failed, and so have
         requests that waited for it."""
         self._check_alive()
         async with self._window_lock:
             self._verdict = None
-            self._feed(ev.WindowOpened(step, {}, {node: why}, due, {}, ends_waiting=True))
+            self._feed(ev.WindowOpened(step, {}, {node: blame}, due, {}, ends_waiting=True))
             self._check_alive()
             verdict = self._last_verdict()
             return WindowOutcome(step, False, verdict.blame, (), verdict.stop)
@@ -336,7 +336,7 @@ class Driver(Engine):
     async def drain(self, timeout_s: float) -> DrainOutcome:
         """Waits until nothing is in the foreground and everything committed is durable (committed, without a store)."""
         self._check_alive()
-        await self._until(lambda: not lagging(self.core, hopeful=True), timeout_s)
+        await self._until(lambda: not improving(self.core), timeout_s)
         left = lagging(self.core)
         return DrainOutcome(not left, tuple(left))
 
@@ -344,8 +344,12 @@ class Driver(Engine):
 
     def checkpoints(self) -> list[Checkpoint]:
         """Every checkpoint known, newest (epoch, sequence) first."""
-        survey = self._survey
-        return catalog.merge(self._holdings.of(self.core.heard), survey.completed, survey.ledger, survey.collected)
+        if self._catalog is None:
+            survey, holdings = self._survey, self._holdings
+            self._catalog = catalog.merge(
+                holdings.of(self.core.heard), survey.completed, survey.ledger, survey.collected, holdings.words
+            )
+        return list(self._catalog)
 
     def fence(self, reason: str) -> None:
         """A newer coordinator leads the run. Raises FencedError, as every later call does."""
@@ -355,14 +359,16 @@ class Driver(Engine):
     def collected(self, head: AttemptHead) -> None:
         """Retention has deleted this checkpoint: in the store (a tombstone stands there) and on the nodes asked."""
         survey, attempt = self._survey, head.attempt
-        self._survey = dataclasses.replace(
-            survey,
-            completed=tuple(entry for entry in survey.completed if entry.attempt != attempt),
-            ledger=tuple(entry for entry in survey.ledger if entry.attempt != attempt),
-            collected=survey.collected | {attempt},
-            half_collected=tuple(head for head in survey.half_collected if head.attempt != attempt),
-        )
         self._holdings.forget(attempt)
+        self._learn(
+            dataclasses.replace(
+                survey,
+                completed=tuple(entry for entry in survey.completed if entry.attempt != attempt),
+                ledger=tuple(entry for entry in survey.ledger if entry.attempt != attempt),
+                collected=survey.collected | {attempt},
+                half_collected=tuple(head for head in survey.half_collected if head.attempt != attempt),
+            )
+        )
 
     def leftovers(self) -> dict[str, list[AttemptHead]]:
         """Node -> checkpoints that it still holds though they were collected while it was away; collect them there."""

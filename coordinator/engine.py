@@ -20,6 +20,7 @@ from ..storage.lanes import Lane
 from ..storage.store import Store
 from . import commands as cmd
 from . import events as ev
+from .catalog import Checkpoint
 from .holdings import Holdings
 from .messages import SaveState
 from .outcomes import SaveOutcome
@@ -73,6 +74,7 @@ class Engine:
         self._runner = Runner(settings, self._ports, self._remote, now_utc, versions or {}, self._blocking, building)
         self._holdings = Holdings()
         self._survey = Survey()
+        self._catalog: list[Checkpoint] | None = None  # as long as nothing of what it is made from has changed
         self._outcomes: dict[str, SaveOutcome] = {}
         self._verdict: cmd.WindowVerdict | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,13 +116,16 @@ class Engine:
         """The one way into the core: takes the event in, starts what comes of it, wakes whoever waits."""
         if self._stopped:
             return
+        if isinstance(event, (ev.NodeHeard, ev.NodeLost)):
+            self._catalog = None
         try:
             commands = self.core.handle(event, self._clock())
         except IllegalMoveError as error:
             self.faults.append(str(error))
             log.exception("a defect: the protocol was told something that cannot be")
             raise
-        self._holdings.note(event, self.core)
+        if self._holdings.note(event, self.core):
+            self._catalog = None
         if isinstance(event, ev.CompletedRemotely):
             self._note_completed(event.attempt)
         for command in commands:
@@ -235,4 +240,9 @@ class Engine:
             return
         completed = self._runner.completed_of(attempt.manifest, attempt_id)
         if all(known.attempt != attempt_id for known in self._survey.completed):
-            self._survey = dataclasses.replace(self._survey, completed=(*self._survey.completed, completed))
+            self._learn(dataclasses.replace(self._survey, completed=(*self._survey.completed, completed)))
+
+    def _learn(self, survey: Survey) -> None:
+        """What the store holds now."""
+        self._survey = survey
+        self._catalog = None

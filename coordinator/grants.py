@@ -7,7 +7,7 @@ per step. The rules:
 - `granted` only grows, and a new coordinator starts at the highest grant that any stager or agent has heard of.
 - No grant reaches the next step at which a save is due; while somebody asks for a save no new one is given at all.
 - A rank that does not arrive within `gather_s` of the first one costs that cut. Until it reports again, no cut waits
-  for it: saves that fall due are missed, and the others train on.
+  for it: each is given up as soon as another rank is there, and the others train on.
 - A rank that went on without a grant (the coordinator was away) is caught up with; what it passed is not cut any more.
 
 Time comes in as an argument; steps are numbers of steps that have ended.
@@ -31,7 +31,6 @@ class GrantTo:
 
     step: int
     tell_at: int  # ranks report when they have ended this step
-    missed: tuple[int, ...] = ()  # steps within it whose save was due and cannot be made: see `absent`
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class GiveUp:
 
     step: int
     late: Mapping[MemberId, int | None]
-    waited_s: float
+    waited_s: float | None  # None: a cut was given up for them before, and this one did not wait
 
 
 class Grants:
@@ -101,7 +100,7 @@ class Grants:
             self._done = max(self._done, front - 1)
             return GrantTo(self.granted, self.granted)
         step = self.granted + 1
-        if step > self._done and not self.absent and (asked or due(step)):
+        if step > self._done and (asked or due(step)):
             return self._gather(step, now_s)
         return self._extend(due, asked)
 
@@ -110,28 +109,24 @@ class Grants:
         if not late:
             return CutAt(step)
         first_s = min((self._ended_s[m] for m, ended in self._ended.items() if ended >= step), default=math.inf)
-        if now_s - first_s < self._gather_s:
+        waited_s = now_s - first_s
+        known = late.keys() <= self.absent.keys()
+        if waited_s < (0.0 if known else self._gather_s):
             return None
         self.absent = dict(late)
         self._done = step
-        return GiveUp(step, late, now_s - first_s)
+        return GiveUp(step, late, None if known else waited_s)
 
     def _extend(self, due: Callable[[int], bool], asked: bool) -> GrantTo | None:
         ahead = self._ahead()
         target = max(self.granted, self._done)
-        missed: list[int] = []
         if self.front is not None:
-            while target < self.front + ahead:
-                is_due = due(target + 1)
-                if not self.absent and (asked or is_due):
-                    break
+            while target < self.front + ahead and not asked and not due(target + 1):
                 target += 1
-                if is_due:
-                    missed.append(target)
         if target == self.granted:
             return None
         self.granted = target
-        return GrantTo(target, target - ahead // 2, tuple(missed))
+        return GrantTo(target, target - ahead // 2)
 
     def _ahead(self) -> int:
         """Steps to grant beyond the fastest rank, by the pace of the slowest."""

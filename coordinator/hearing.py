@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from . import commands as cmd
 from . import events as ev
 from .attempt import CERTAIN, OUTSTANDING, Attempt
 from .messages import AttemptHead, AttemptInventory, Blame, Inventory, RecordState
@@ -16,6 +17,20 @@ from .moves import COPYING, PROVEN, Cause, Phase
 
 if TYPE_CHECKING:
     from .protocol import Protocol
+
+
+_NODE_CALLS = (
+    cmd.Pause,
+    cmd.Snapshot,
+    cmd.Release,
+    cmd.Stage,
+    cmd.Accept,
+    cmd.Refuse,
+    cmd.Publish,
+    cmd.Upload,
+    cmd.NoteDurable,
+    cmd.Discard,
+)
 
 
 class Hearing:
@@ -55,8 +70,10 @@ class Hearing:
         node = event.node
         if core.heard.pop(node, None) is None:
             return
+        if node in core.expected:
+            core.unheard.add(node)
         for attempt in list(core.active.values()):
-            if node not in attempt.participants:
+            if not attempt.has(node):
                 continue
             self._forget_calls(attempt, node)
             attempt.tell(core.now_s, f"{node} is lost: {event.reason}")
@@ -72,11 +89,12 @@ class Hearing:
 
     def _forget_calls(self, attempt: Attempt, node: str, *, failed_only: bool = False) -> None:
         """What was asked of the node may be asked anew. `failed_only`: calls that are still out will be answered."""
-        for key, when in list(attempt.calls.items()):
-            if key[1] != node or (failed_only and when == OUTSTANDING):
+        for kind in _NODE_CALLS:
+            when = attempt.calls.get((kind, node))
+            if when is None or (failed_only and when == OUTSTANDING):
                 continue
-            del attempt.calls[key]
-            attempt.tries.pop(key, None)
+            del attempt.calls[kind, node]
+            attempt.tries.pop((kind, node), None)
 
     def check_inventory(self, inventory: Inventory) -> None:
         """What no honest disk can say. Raises IllegalMoveError before anything is changed."""
@@ -109,6 +127,11 @@ class Hearing:
                 return
         restarted = core.incarnations.get(node) not in (None, inventory.incarnation)
         core.heard[node] = core.incarnations[node] = inventory.incarnation
+        if node in core.unheard:
+            core.unheard.discard(node)
+            if not core.unheard:  # attempts without known participants can be judged now
+                for attempt in core.active.values():
+                    attempt.look()
         self.members_changed(ev.MembersChanged(node, inventory.members))
         core.membership.learn(inventory.declarations)
         here = {found.attempt: found for found in inventory.attempts}
@@ -118,7 +141,9 @@ class Hearing:
                 self._find(found, node)
         for attempt in list(core.attempts.values()):
             found = here.get(attempt.id)
-            if found is not None or node in attempt.participants:
+            if found is None and attempt.phase is Phase.DURABLE and attempt.id not in core.active:
+                continue  # it has gone as it should, or will never be asked for again
+            if found is not None or attempt.has(node):
                 self._hear_of(attempt, node, found, restarted, event.asked_s)
 
     def _find(self, found: AttemptInventory, node: str) -> None:
@@ -140,8 +165,10 @@ class Hearing:
         if not attempt.participants_known:
             if found is not None and found.participants:
                 attempt.participants, attempt.participants_known = tuple(sorted(found.participants)), True
-            elif node not in attempt.participants:
+                attempt.look()
+            elif not attempt.has(node):
                 attempt.participants = tuple(sorted((*attempt.participants, node)))
+                attempt.look()
         gone = found is None or (found.record is RecordState.UNKNOWN and not found.staged and not found.completed)
         if gone:
             if asked_s > attempt.told_s.get(node, -math.inf):
@@ -151,6 +178,7 @@ class Hearing:
             core.learn_record(attempt, node, found.record)
             if found.manifest is not None and attempt.manifest is None and not attempt.finished:
                 attempt.manifest = found.manifest
+                attempt.look()
             if found.completed:
                 attempt.published.add(node)
                 attempt.publish_tried.add(node)
@@ -164,9 +192,9 @@ class Hearing:
         core = self._core
         known = attempt.records.get(node)
         if known is None or known is RecordState.NONE:
-            attempt.records[node] = RecordState.UNKNOWN
+            attempt.note_record(node, RecordState.UNKNOWN)
         elif restarted and known in CERTAIN and not attempt.aborted:
-            attempt.records[node] = RecordState.UNKNOWN
+            attempt.note_record(node, RecordState.UNKNOWN)
             attempt.tell(core.now_s, f"{node} came back without its record: its disk was lost")
         if attempt.phase in PROVEN and (restarted or not attempt.mine) and not attempt.finished:
             attempt.lost_at.add(node)
@@ -225,6 +253,7 @@ class Hearing:
     def recovery_begun(self, event: ev.RecoveryBegun) -> None:
         core = self._core
         core.expected = event.expected
+        core.unheard = set(event.expected - core.heard.keys())
         core.recovering = False
         for attempt in sorted(core.active.values(), key=lambda a: a.order):
             if attempt.phase is Phase.FOUND:

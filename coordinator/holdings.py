@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from .protocol import Protocol
 
 
+_TELLING = (ev.Staged, ev.Accepted, ev.Refused, ev.Published, ev.DurableNoted, ev.Discarded)
+
+
 class Holdings:
     """node -> attempt -> what lies there."""
 
     def __init__(self) -> None:
+        self.words: dict[str, tuple[str | None, str]] = {}  # attempt -> (tag, kind), of those whose manifest is known
         self._nodes: dict[str, dict[str, AttemptInventory]] = {}
 
     def hear(self, inventory: Inventory) -> None:
@@ -32,6 +36,7 @@ class Holdings:
 
     def forget(self, attempt: str) -> None:
         """The attempt was collected on every node."""
+        self.words.pop(attempt, None)
         for held in self._nodes.values():
             held.pop(attempt, None)
 
@@ -39,17 +44,17 @@ class Holdings:
         """What each node that is heard holds."""
         return {node: tuple(held.values()) for node, held in self._nodes.items() if node in heard}
 
-    def note(self, event: ev.Event, core: Protocol) -> None:
-        """Works in the outcome of a command to a node."""
-        if not isinstance(event, ev.NodeEvent) or event.node not in self._nodes:
-            return
+    def note(self, event: ev.Event, core: Protocol) -> bool:
+        """Works in the outcome of a command to a node. Answers whether anything is different now."""
+        if not isinstance(event, _TELLING) or event.node not in self._nodes:
+            return False
         held = self._nodes[event.node]
         if isinstance(event, ev.Discarded):
             held.pop(event.attempt, None)
-            return
+            return True
         attempt = core.attempts.get(event.attempt)
         if attempt is None:
-            return
+            return False
         head = attempt.head
         now = held.get(event.attempt) or AttemptInventory(
             head.attempt, head.step, head.epoch, head.sequence, RecordState.NONE, False, False, False, ()
@@ -61,10 +66,10 @@ class Holdings:
             now = dataclasses.replace(now, record=event.record if known else now.record)
             if event.record is RecordState.ACCEPT:
                 now = dataclasses.replace(now, participants=attempt.participants, manifest=attempt.manifest)
+                self.words.setdefault(attempt.id, (attempt.tag, attempt.kind.value))
         elif isinstance(event, ev.Published):
             now = dataclasses.replace(now, completed=True, participants=attempt.participants)
-        elif isinstance(event, ev.DurableNoted):
-            now = dataclasses.replace(now, durable=True)
         else:
-            return
+            now = dataclasses.replace(now, durable=True)
         held[event.attempt] = now
+        return True

@@ -27,7 +27,7 @@ from ..storage.errors import (
 from ..storage.ids import ulid
 from .grants import CutAt, GiveUp, Grants, GrantTo
 from .joining import Joining
-from .messages import Grant, Inventory, Line, MemberId, Progress, RankClaim, RankReport, RoleDeclaration
+from .messages import Blame, Grant, Inventory, Line, MemberId, Progress, RankClaim, RankReport, RoleDeclaration
 from .names import MEMBERS_LEAD
 from .outcomes import DrainOutcome, StepOutcome
 from .restore import ResumeTermsOrder
@@ -406,25 +406,26 @@ class MemberLed:
             self._tell(outcome)
             grants.cut_done(decision.step)
         elif isinstance(decision, GiveUp):
-            await self._miss(grants, decision.step, decision.waited_s)
+            await self._miss(decision)
         else:
-            for step in decision.missed:
-                await self._miss(grants, step, None)
-            if grants is self._grants:
-                self._grant = Grant(line, decision.step, decision.tell_at, self._outcome, self._outcomes)
-                await self._pass_on(self._with_news(self._grant))
+            self._grant = Grant(line, decision.step, decision.tell_at, self._outcome, self._outcomes)
+            await self._pass_on(self._with_news(self._grant))
 
-    async def _miss(self, grants: Grants, step: int, waited_s: float | None) -> None:
+    async def _miss(self, given_up: GiveUp) -> None:
         """A cut is not made, since members did not come to it: tells who, where, and what they reported last."""
-        late = [
+        late, waited_s = given_up.late, given_up.waited_s
+        named = [
             f"{member} (node {self._node_of(member) or 'unknown: its process is gone'}, last step reported: "
             f"{'none' if ended is None else ended})"
-            for member, ended in sorted(grants.absent.items())
+            for member, ended in sorted(late.items())
         ]
-        after = "" if waited_s is None else f" within {waited_s:.1f} s of the first (snapshot_deadline_s)"
-        node = self._node_of(min(grants.absent)) or "unknown"
-        why = f"{', '.join(late)} did not arrive{after}; the others train on"
-        self._tell(await self._service.miss(step, node, why))
+        how = "still missing"
+        if waited_s is not None:
+            how = f"did not arrive within {waited_s:.1f} s of the first (snapshot_deadline_s)"
+        first = min(late)
+        why = f"{', '.join(named)} {how}; the others train on"
+        blame = Blame("window", why, self._node_of(first), first, waited_s)
+        self._tell(await self._service.miss(given_up.step, blame.node or "unknown", blame))
 
     def _metrics_of(self, step: int) -> Mapping[str, float]:
         """Those of the lowest rank of each role, of this step."""

@@ -29,7 +29,8 @@ class Progress:
     def paused(self, attempt: Attempt, event: ev.Paused) -> None:
         attempt.paused.add(event.node)
         assert attempt.roster is not None
-        if attempt.paused >= attempt.roster.pausing:
+        pausing = attempt.roster.pausing
+        if len(attempt.paused) >= len(pausing) and attempt.paused >= pausing:
             attempt.move(Cause.ALL_PAUSED, self._core.now_s, f"{len(attempt.paused)} nodes stand still")
             attempt.phase_deadline_s = self._core.now_s + self._core.settings.deadlines.snapshot_s
 

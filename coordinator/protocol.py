@@ -38,7 +38,7 @@ from .votes import silent
 
 __all__ = ["Deadlines", "IllegalMoveError", "Protocol", "Settings"]
 
-_TOUCHES_ALL = frozenset({ev.NodeHeard, ev.NodeLost, ev.StoreSurveyed, ev.RecoveryBegun})
+_TOUCHES_ALL = frozenset({ev.StoreSurveyed, ev.RecoveryBegun})
 _KEEP = 2000  # finished attempts that are remembered with their story
 
 
@@ -55,6 +55,7 @@ class Protocol:
         self.heard: dict[str, str] = {}  # node -> incarnation of its stager; nodes that answered hello and are not lost
         self.incarnations: dict[str, str] = {}  # last known, also of lost nodes
         self.expected: frozenset[str] = frozenset()
+        self.unheard: set[str] = set()  # of the expected
         self.recovering = True  # until RecoveryBegun: found attempts are not decided yet
         self.fenced: str | None = None
         self.attempts: dict[str, Attempt] = {}  # all that are remembered
@@ -141,7 +142,11 @@ class Protocol:
                 self.hearing.check_inventory(event.inventory)
             if type(event) in _TOUCHES_ALL:
                 for attempt in self.active.values():
-                    attempt.look_s = 0.0
+                    attempt.look()
+            elif isinstance(event, (ev.NodeHeard, ev.NodeLost)):
+                node = event.inventory.node if isinstance(event, ev.NodeHeard) else event.node
+                for attempt in self.active.values():
+                    attempt.look(node)
             self.now_s = max(self.now_s, now_s)
             self._out = []
             self._run_handlers[type(event)](event)
@@ -159,8 +164,7 @@ class Protocol:
         for attempt in self.active.values():
             if attempt.phase in BEFORE_COMMIT:
                 times += [pending.deadline_s for pending in attempt.requests]
-            times += [attempt.phase_deadline_s, attempt.upload_not_before_s]
-            times += [when for (_, node), when in attempt.calls.items() if not node or node in self.heard]
+            times += [attempt.phase_deadline_s, attempt.upload_not_before_s, attempt.next_retry_s(self.heard)]
         return min([when for when in times if when > now_s], default=math.inf)
 
     @property
@@ -192,7 +196,7 @@ class Protocol:
             )
         if (attempt.phase, type(event)) not in EXPECTED:
             raise attempt.illegal(f"{type(event).__name__} cannot have happened")
-        if isinstance(event, ev.NodeEvent) and event.node not in attempt.participants:
+        if isinstance(event, ev.NodeEvent) and not attempt.has(event.node):
             raise attempt.illegal(f"{type(event).__name__} came from {event.node}, which is no participant")
         if isinstance(event, (ev.Accepted, ev.Refused)):
             known = attempt.records.get(event.node)
@@ -202,13 +206,13 @@ class Protocol:
 
     def _attempt_event(self, attempt: Attempt, event: ev.AttemptEvent) -> None:
         kind = type(event)
-        attempt.look_s = 0.0
         node = event.node if isinstance(event, ev.NodeEvent) else ""
+        attempt.look(node or None)
         key = (ANSWERS[kind], node)
         if kind in RETRIED:
             tries = attempt.tries[key] = attempt.tries.get(key, 0) + 1
             pause_s = min(self.settings.retry_s * 2 ** min(tries - 1, 30), self.settings.retry_max_s)
-            attempt.calls[key] = self.now_s + pause_s
+            attempt.retry(key, self.now_s + pause_s)
             attempt.last_failure[key] = _reason(event)
             attempt.tell(self.now_s, f"{key[0].__name__} {node} failed, again in {pause_s:.1f} s: {_reason(event)}")
         else:
@@ -249,6 +253,9 @@ class Protocol:
         """Looks at the records of an attempt whose outcome was not known, and moves it by the recovery table."""
         if not attempt.may_be_accepted or (self.recovering and not attempt.mine):
             return
+        told = attempt.phase is Phase.ABORTING and attempt.announced is SaveState.ABORTED
+        if told and attempt.refused and attempt.proof is None:
+            return  # further records change nothing
         decision = decide(attempt.participants, attempt.records, attempt.proof, self.heard)
         if decision.verdict is Verdict.COMMITTED:
             cause = Cause.PROOF if attempt.proof is not None else Cause.ALL_ACCEPT
@@ -313,7 +320,7 @@ class Protocol:
         """Notes what is known of a participant's record; a certain one stays."""
         if attempt.records.get(node) in CERTAIN or attempt.records.get(node) is record:
             return
-        attempt.records[node] = record
+        attempt.note_record(node, record)
         attempt.tell(self.now_s, f"{node}: the record is {record.value}")
 
     def commit(self, attempt: Attempt, cause: Cause, reason: str) -> None:
@@ -390,8 +397,9 @@ class Protocol:
         self.memory.settle()
         self.requests.settle()
         now_s, heard = self.now_s, self.heard
-        everyone_heard = self.expected <= heard.keys()
+        everyone_heard = not self.unheard
         for attempt in list(self.active.values()):
+            attempt.wake(now_s, heard)
             if attempt.look_s <= now_s:
                 self._advance(attempt, everyone_heard)
         if self.uploading is None and self.active and self.settings.upload:
@@ -400,7 +408,7 @@ class Protocol:
             if attempt.look_s > now_s:
                 continue
             self._out += calls_due(attempt, now_s, heard, self.settings, everyone_heard, self._draft)
-            attempt.look_s = min(attempt.calls.values(), default=math.inf)
+            attempt.looked(heard)
             if attempt.finished:
                 attempt.slim()
                 del self.active[attempt.id]
@@ -427,7 +435,8 @@ class Protocol:
             if attempt.phase is Phase.DURABLE and attempt.announced is SaveState.COMMITTED:
                 self.announce(attempt, SaveState.DURABLE)
         elif attempt.phase is Phase.ABORTING:
-            gone = all(node in attempt.discarded for node in attempt.participants)
+            gone = len(attempt.discarded) >= len(attempt.participants)
+            gone = gone and all(node in attempt.discarded for node in attempt.participants)
             if gone and attempt.may_delete(everyone_heard):
                 attempt.move(Cause.CLEAN, self.now_s, "images and files are gone everywhere; records stay")
 
@@ -441,6 +450,7 @@ class Protocol:
             and not attempt.lost_at
             and attempt.manifest is not None
             and attempt.upload_not_before_s <= self.now_s
+            and len(attempt.published) >= len(attempt.participants)
             and all(node in attempt.published and node in self.heard for node in attempt.participants)
         ]
         if ready:

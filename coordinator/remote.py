@@ -119,14 +119,17 @@ class Remote:
                 key=key,
             )
 
-    def complete(self, completed: Completed, manifest_bytes: bytes) -> Completed:
+    def complete(self, completed: Completed, manifest_bytes: bytes, manifest: Manifest | None = None) -> Completed:
         """Verifies every object and makes the attempt durable; answers the COMPLETED that stands. May be repeated.
+
+        `manifest`: what the bytes say, for a caller that has read them.
 
         Raises StoreError with `missing_nodes` when objects are absent or of another length, with `collected` when a
         tombstone stands in COMPLETED's place.
         """
         self._come_home()
-        manifest = Manifest.from_bytes(manifest_bytes, where=f"the manifest of {completed.attempt}")
+        if manifest is None:
+            manifest = Manifest.from_bytes(manifest_bytes, where=f"the manifest of {completed.attempt}")
         self._check_objects(manifest)
         step, attempt = completed.step, completed.attempt
         key = self._paths.manifest(step, attempt)

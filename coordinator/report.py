@@ -55,51 +55,66 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def unsettled(core: Protocol) -> list[str]:
-    """What keeps the picture from being settled with the nodes that are heard, one sentence each."""
-    left = []
+def settled(core: Protocol) -> bool:
+    """Whether every decision that can be made with the nodes heard is made, and published there."""
     for attempt in core.active.values():
-        name = f"step {attempt.head.step} (attempt {attempt.id}) is {attempt.phase.value}"
         wanted = attempt.phase is Phase.HELD and core.memory.wanted
         if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND or wanted:
-            left.append(name)
-        elif attempt is core.foreground:
-            left.append(f"{name} and not announced yet")
-        elif attempt.phase is Phase.ABORTING and not attempt.aborted:
-            left.append(f"{name} and not decided yet")
-        elif attempt.phase in PROVEN and attempt.manifest is not None:
-            behind = [n for n in attempt.holders if n in core.heard and n not in attempt.published]
-            if behind:
-                left.append(f"{name} and not published yet on {', '.join(behind)}")
-    return left
+            return False
+        if attempt is core.foreground:  # not announced yet
+            return False
+        if attempt.phase is Phase.ABORTING and not attempt.aborted:
+            return False
+        if attempt.phase in PROVEN and attempt.manifest is not None and _some_lack(core, attempt, attempt.published):
+            return False
+    return True
 
 
-def lagging(core: Protocol, *, hopeful: bool = False) -> list[str]:
-    """What is not as safe as it will be, one sentence each; `hopeful`: only what waiting can still change."""
+def improving(core: Protocol) -> bool:
+    """Whether waiting may still make something as safe as it will be."""
+    for attempt in core.active.values():
+        if attempt.phase in BEFORE_COMMIT or (attempt.phase is Phase.HELD and core.memory.wanted):
+            return True
+        if attempt.phase is Phase.DURABLE:
+            waits = _some_lack(core, attempt, attempt.noted)
+        elif attempt.phase in PROVEN and not core.settings.upload:
+            waits = _some_lack(core, attempt, attempt.published)
+        else:
+            waits = attempt.phase in PROVEN and attempt.given_up is None and not attempt.lost_at
+        if waits:
+            return True
+    return core.requests.window is not None and bool(core.requests.waiting)
+
+
+def _some_lack(core: Protocol, attempt: Attempt, done: set[str]) -> bool:
+    """Whether a holder that is heard is not in `done`. Asked after every event: the last ones answer last, mostly."""
+    return any(node not in done and node in core.heard for node in reversed(attempt.holders))
+
+
+def lagging(core: Protocol) -> list[str]:
+    """What is not as safe as it should be, one sentence each."""
     left = []
     for attempt in core.active.values():
         name = f"step {attempt.head.step} (attempt {attempt.id})"
         if attempt.phase in BEFORE_COMMIT or (attempt.phase is Phase.HELD and core.memory.wanted):
             left.append(f"{name} is {attempt.phase.value}")
         elif attempt.phase in PROVEN:
-            why = _not_durable(core, attempt, hopeful)
+            why = _not_durable(core, attempt)
             if why:
                 left.append(f"{name} {why}")
-    if core.requests.window is not None or not hopeful:
-        left += [f"request {p.request.request_id} has not been served" for p in core.requests.waiting]
+    left += [f"request {p.request.request_id} has not been served" for p in core.requests.waiting]
     return left
 
 
-def _not_durable(core: Protocol, attempt: Attempt, hopeful: bool) -> str | None:
+def _not_durable(core: Protocol, attempt: Attempt) -> str | None:
     if attempt.phase is Phase.DURABLE:
-        behind = [n for n in attempt.holders if n in core.heard and n not in attempt.noted]
-        return f"is durable and {', '.join(behind)} has not noted it" if behind and hopeful else None
+        return None
     if not core.settings.upload:
         behind = [n for n in attempt.holders if n not in attempt.published and n in core.heard]
         return f"is committed and not published on {', '.join(behind)}" if behind else None
     if attempt.given_up is not None:
-        return None if hopeful else f"is committed and will not be uploaded: {attempt.given_up}"
+        return f"is committed and will not be uploaded: {attempt.given_up}"
     if attempt.lost_at:
-        return None if hopeful else f"is committed, but {', '.join(sorted(attempt.lost_at))} came back without its part"
+        return f"is committed, but {', '.join(sorted(attempt.lost_at))} came back without its part"
     why = next((sentence for _, sentence in reversed(attempt.story) if "failed" in sentence or "again" in sentence), "")
     return f"is committed and not durable yet{': ' + why if why else ''}"

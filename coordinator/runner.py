@@ -27,6 +27,7 @@ T = TypeVar("T")
 Blocking = Callable[[Callable[[], T]], Awaitable[T]]
 
 _GRACE_S = 1.0  # a node's own error, which names the member, shall arrive before our timeout
+_KEEP_BUILT = 2  # manifests are long; one is committed while the one before it is uploaded
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
@@ -37,8 +38,13 @@ def point(command: cmd.Command) -> str:
 
 def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str]) -> bytes:
     """The manifest's bytes. Raises ValueError when the votes do not make one (the model checks them once more)."""
+    return manifest_of(draft, created_at, versions).to_bytes()
+
+
+def manifest_of(draft: cmd.Draft, created_at: str, versions: Mapping[str, str]) -> Manifest:
+    """The same, not yet written."""
     parent = draft.parent
-    manifest = Manifest(
+    return Manifest(
         run=draft.run,
         attempt=draft.head.attempt,
         step=draft.head.step,
@@ -66,7 +72,6 @@ def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str
         versions=dict(versions),
         requests=draft.request_ids,
     )
-    return manifest.to_bytes()
 
 
 async def answer_within(call: Awaitable[T], limit_s: float, who: str, what: str) -> T:
@@ -109,6 +114,7 @@ class Runner:
         self._blocking = blocking
         self._building = building if building is not None else blocking
         self._completed: dict[str, Completed] = {}  # attempt -> its marker: the same bytes at every participant
+        self._built: dict[str, tuple[bytes, Manifest]] = {}  # the newest that were built here, by attempt
 
     async def run(self, command: cmd.AttemptCommand) -> ev.Event:
         """Runs the command to its end and answers with its event."""
@@ -159,7 +165,7 @@ class Runner:
         deadlines = self._settings.deadlines
         if isinstance(command, cmd.BuildManifest):
             draft, created_at = command.draft, self._now_utc()
-            return self._building(lambda: build_manifest(draft, created_at, self._versions)), deadlines.accept_s
+            return self._building(lambda: self.build(draft, created_at)), deadlines.accept_s
         remote = self._remote
         if remote is None:
             raise StoreUnavailableError("this run has no store")
@@ -168,13 +174,34 @@ class Runner:
             return self._blocking(lambda: remote.write_ledger(completed)), deadlines.ledger_s
         assert isinstance(command, cmd.CompleteRemotely), command
         completed, manifest = self.completed_of(command.manifest, command.head.attempt), command.manifest
-        return self._blocking(lambda: remote.complete(completed, manifest)), deadlines.remote_s
+
+        def complete() -> None:
+            remote.complete(completed, manifest, self.content(manifest, command.head.attempt))
+            self._built.pop(command.head.attempt, None)
+
+        return self._blocking(complete), deadlines.remote_s
+
+    def build(self, draft: cmd.Draft, created_at: str) -> bytes:
+        """The manifest's bytes. What they say is kept: to read them again would cost far more than to write them."""
+        manifest = manifest_of(draft, created_at, self._versions)
+        data = manifest.to_bytes()
+        self._built[draft.head.attempt] = (data, manifest)
+        while len(self._built) > _KEEP_BUILT:
+            del self._built[next(iter(self._built))]
+        return data
+
+    def content(self, data: bytes, attempt: str) -> Manifest:
+        """What a manifest says. Raises IntegrityError when it is broken."""
+        built = self._built.get(attempt)
+        if built is not None and built[0] == data:
+            return built[1]
+        return Manifest.from_bytes(data, where=f"the manifest of {attempt}")
 
     def completed_of(self, manifest: bytes, attempt: str) -> Completed:
         """The attempt's COMPLETED; made at its first use, which is just after the commit."""
         if attempt not in self._completed:
             if len(self._completed) > 100:
                 del self._completed[next(iter(self._completed))]
-            content = Manifest.from_bytes(manifest, where=f"the manifest of {attempt}")
+            content = self.content(manifest, attempt)
             self._completed[attempt] = Completed.of(content, manifest, self._now_utc())
         return self._completed[attempt]

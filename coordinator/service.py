@@ -38,6 +38,7 @@ from .housekeeping import STORE_S, Housekeeping
 from .member_led import MemberLed
 from .messages import (
     AttemptHead,
+    Blame,
     MemberInfo,
     Progress,
     RoleDeclaration,
@@ -102,6 +103,7 @@ class Service:
         self._knows_line = False  # a resume, or the driver's word, told where this line began
         self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._refreshing = asyncio.Lock()
+        self._changed: set[str] = set()  # nodes that told of changed registrations and were not said hello to since
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
         self.epoch = 0
@@ -179,16 +181,43 @@ class Service:
         if self._ending:
             return
         async with self._refreshing:
-            await self._meet(list(await self._discover()))
+            self._changed.clear()
+            ports = list(await self._discover())
+            await self._meet(ports)
+            there = set(map(id, ports))
+            self._silent = {node for node in self._silent if id(self._ports[node]) in there}
 
-    async def _meet(self, ports: Sequence[StagerPort]) -> None:
+    async def node_changed(self, node: str) -> None:
+        """A stager's registrations changed: says hello to it alone. Changes that wait for their turn share one hello.
+
+        Every member's registration is told so; to ask every node each time would cost members x nodes calls.
+        """
+        self._changed.add(node)
+        async with self._refreshing:
+            if self._ending or node not in self._changed:
+                return  # a hello that was sent after this change has told it
+            changed, self._changed = self._changed, set()
+            ports = [self._ports[known] for known in sorted(changed) if known in self._ports]
+            if len(ports) < len(changed):  # new ones, of which only the names are known
+                ports += await self._strangers()
+            if not await self._meet(ports):
+                await self._meet(await self._strangers())  # the directory may have gone to another stager
+
+    async def _strangers(self) -> list[StagerPort]:
+        """Stagers that live and have not been met."""
+        known = set(map(id, self._ports.values()))
+        return [port for port in await self._discover() if id(port) not in known]
+
+    async def _meet(self, ports: Sequence[StagerPort]) -> bool:
+        """Says hello to these; answers whether all of them have answered."""
+        everyone = True
         answers = await asyncio.gather(*(self._led.add_node(port) for port in ports), return_exceptions=True)
-        self._silent = {node for node in self._silent if self._ports[node] in ports}
         for port, answer in zip(ports, answers, strict=True):
             if isinstance(answer, FencedError):
                 raise answer
             if isinstance(answer, BaseException):
                 log.warning("a stager does not answer: %s", answer)
+                everyone = False
                 self._silent.update(node for node, known in self._ports.items() if known is port)
                 continue
             self._silent.discard(answer.node)
@@ -202,6 +231,7 @@ class Service:
             for info in answer.members:
                 home = (info.member.role, info.member.rank, info.membership)
                 self._homes[home] = (answer.node, answer.incarnation)
+        return everyone
 
     async def declare(self, declaration: RoleDeclaration) -> Missing:
         """A role of the run. Answers what is still missing of it (agents that have not registered yet).
@@ -251,7 +281,7 @@ class Service:
 
     def _returning(self) -> list[str]:
         """Members that may be back in a moment: their stager does not answer, or is another one than they knew."""
-        missing = self.missing().members
+        missing = set(self.missing().members)
         return [
             f"{role}:{rank}"
             for (role, rank, membership), (node, incarnation) in self._homes.items()
@@ -317,10 +347,10 @@ class Service:
         told = self._told(outcome, decision, time.monotonic() - began)
         return told if saved is None else replace(told, saved=saved)
 
-    async def miss(self, step: int, node: str, why: str) -> StepOutcome:
+    async def miss(self, step: int, node: str, blame: Blame) -> StepOutcome:
         """The end of `step` is not there to be saved; whatever was to be saved at it has failed."""
         decision = self._due(step, {})
-        return self._told(await self._led.miss_window(step, decision, node, why), decision, 0.0)
+        return self._told(await self._led.miss_window(step, decision, node, blame), decision, 0.0)
 
     def news(self, step: int) -> StepOutcome | None:
         """What failed, and alarms, since that was told last; None when there is nothing to tell."""

@@ -282,7 +282,7 @@ class NodeDisk:
                 "it is not accepted. The previous checkpoint stands.",
                 path=None,
             )
-        record = Record.accept(_head(head), manifest)
+        record = Record.accept(_head(head), manifest, content)
         return self._write_record(head, record)
 
     def refuse(self, head: AttemptHead, reason: str) -> RecordState:
@@ -426,9 +426,11 @@ class NodeDisk:
         ):
             log.warning("the manifest of attempt %s in %s is not the one that was committed", attempt, self.staging)
             manifest = None
-        whole = (
-            None if manifest is None else self._whole(lambda: Manifest.from_bytes(manifest, where=str(manifest_path)))
-        )
+        whole = None
+        if record is not None and record.manifest is not None and manifest is not None:
+            whole = record.read_manifest(where=str(manifest_path))  # was read with the record
+        elif manifest is not None:
+            whole = self._whole(lambda: Manifest.from_bytes(manifest, where=str(manifest_path)))
         state = RecordState.UNKNOWN if broken_record else RecordState.NONE if record is None else _state(record)
         found = AttemptInventory(
             attempt=attempt,

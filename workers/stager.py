@@ -13,8 +13,8 @@ import functools
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,10 +49,12 @@ from ..storage.layout import shard_path
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import Store
 from .disk import NodeDisk
+from .finder import Finder, PeerRead
 from .images import Image, ImageRoom, ImageState
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .processes import Processes
 from .slots import Slots
+from .snapshots import StandingSnapshot
 
 log = logging.getLogger("lastgood.stager")
 _T = TypeVar("_T")
@@ -67,39 +69,6 @@ DISK_THREADS = 8
 MEMORY_THREADS = 2
 STORE_THREADS = 4
 GRANT_S = 10.0  # until a process that does not ask for its grant is passed over; the next one comes anyway
-READ_BYTES = 8 << 20  # one piece of a shard that travels between stagers
-
-PeerRead = Callable[[str, AttemptHead, str], AsyncIterator[bytes]]  # (node, attempt, shard path) -> pieces
-
-
-@dataclass
-class _Snapshot:
-    """One attempt whose images are sealed here and not yet staged."""
-
-    head: AttemptHead
-    vote: NodeSnapshot
-    shards: tuple[SealedShard, ...]
-    staged: asyncio.Future[tuple[ShardRecord, ...]] | None = None
-    progress: dict[tuple[MemberId, str], WriteProgress] = field(default_factory=dict)  # of the writes, once begun
-
-    @property
-    def being_written(self) -> bool:
-        return self.staged is not None and not self.staged.done()
-
-    def unwritten(self) -> tuple[list[str], MemberId | None]:
-        """What is not on the disk yet, a phrase for each shard, and whose shard the first one is."""
-        told: list[str] = []
-        first: MemberId | None = None
-        for shard in self.shards:
-            progress = self.progress.get((shard.member, shard.component))
-            if progress is not None and progress.ended:
-                continue
-            name = shard_path(shard.member.role, shard.member.rank, shard.component)
-            how_far = "has not begun" if progress is None else f"has {progress.done_bytes} of {shard.nbytes} bytes"
-            told.append(f"{name} {how_far}")
-            if progress is not None and first is None:
-                first = shard.member
-        return told, first
 
 
 @dataclass(frozen=True)
@@ -127,10 +96,9 @@ class Stager:
         self.incarnation = ulid()
         self._room = ImageRoom(config.image_root, config.run, self.node, self.incarnation)
         self._store = store
-        self._peer_read = peer_read
         self._processes = Processes(self.node, changed, self._on_death)
         self._slots = Slots(self._room, self.node, config.images_per_component, self._create_image)
-        self._snapshots: dict[str, _Snapshot] = {}
+        self._snapshots: dict[str, StandingSnapshot] = {}
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
         self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
@@ -146,7 +114,7 @@ class Stager:
         self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
         self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
         self._uploads: dict[str, asyncio.Future[None]] = {}  # by attempt
-        self._locates: dict[tuple[str, str], asyncio.Lock] = {}
+        self._finder = Finder(self._disk, self._on_disk, store, self._at_store, peer_read)
 
     async def close(self) -> None:
         """Lets every agent go, unlinks every image and gives the directory back."""
@@ -317,7 +285,7 @@ class Stager:
             )
         shards = tuple(self._checked(head, shard) for answer in answers for shard in answer.shards)
         vote = NodeSnapshot(self.node, _reports(answers), loop.time() - began)
-        self._snapshots[head.attempt] = _Snapshot(head, vote, shards)
+        self._snapshots[head.attempt] = StandingSnapshot(head, vote, shards)
         await self._pass("stager.snapshot.sealed")
         return vote
 
@@ -367,7 +335,7 @@ class Stager:
             )
         return snapshot.staged.result()
 
-    async def _stage(self, snapshot: _Snapshot) -> tuple[ShardRecord, ...]:
+    async def _stage(self, snapshot: StandingSnapshot) -> tuple[ShardRecord, ...]:
         head = snapshot.head
         try:
             await self._pass("stager.stage.begin")
@@ -391,7 +359,7 @@ class Stager:
             self._free(snapshot)
         return records
 
-    async def _write(self, snapshot: _Snapshot, shard: SealedShard) -> ShardRecord:
+    async def _write(self, snapshot: StandingSnapshot, shard: SealedShard) -> ShardRecord:
         head, key = snapshot.head, (shard.member, shard.component)
         image = self._slots.find(key, shard.image)
         assert image is not None, "a sealed image outlives its process until its attempt is over"
@@ -430,7 +398,7 @@ class Stager:
         finally:
             progress.ended = True
 
-    def _free(self, snapshot: _Snapshot) -> None:
+    def _free(self, snapshot: StandingSnapshot) -> None:
         """The attempt needs its images no longer; those of dead processes go. May be repeated."""
         self._snapshots.pop(snapshot.head.attempt, None)
         self._drop_images(snapshot.head.attempt)
@@ -500,7 +468,7 @@ class Stager:
         self._drop_images(head.attempt)  # also those sealed by members whose node as a whole did not vote
         await self._on_disk("clean", self._disk.discard, head)
 
-    def _still_writing(self, snapshot: _Snapshot) -> StagingError:
+    def _still_writing(self, snapshot: StandingSnapshot) -> StagingError:
         unwritten, member = snapshot.unwritten()
         return StagingError(
             f"attempt {snapshot.head.attempt} failed, and node {self.node} still writes it: "
@@ -619,59 +587,17 @@ class Stager:
     def _on_death(self, process: str) -> None:
         self._slots.bury(process, self._given_up)
 
-    # -- finding shards for a resume
-
     async def locate(
         self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
     ) -> tuple[str, str] | None:
-        """A file here that should hold the shard, and the tier it is from; None when every source was rejected.
+        """Finds a shard for a resume; see Finder.locate."""
+        return await self._finder.locate(head, record, rejected, source)
 
-        `rejected` are paths that the agent found broken. Order: local disk, `source` (resume from a path), the node
-        that wrote it, the store. What is fetched lands beside the attempts and is deleted after the resume.
-        """
-        lock = self._locates.setdefault((head.attempt, record.path), asyncio.Lock())
-        async with lock:
-            local = self._disk.paths.place(self._disk.paths.shard(head.step, head.attempt, record.path))
-            outside = [(Path(source) / record.path, "path")] if source is not None else []
-            for place, tier in ((local, "local"), *outside):
-                if str(place) not in rejected and await self._on_disk("look at", _has_size, place, record.nbytes):
-                    return str(place), tier
-            fetches: list[tuple[str, Callable[[Path], Awaitable[None]]]] = []
-            if record.node != self.node:
-                fetches.append(("peer", lambda place: self._fetch_peer(head, record, place)))
-            fetches.append(("store", lambda place: self._fetch_store(head, record, place)))
-            for tier, fetch in fetches:
-                place = self._disk.fetched_file(head, tier, record.path)
-                if str(place) in rejected:
-                    continue
-                if not await self._on_disk("look at", _has_size, place, record.nbytes):
-                    try:
-                        await fetch(place)
-                    except (LastgoodError, OSError) as error:
-                        log.warning(
-                            "shard %s of attempt %s not fetched from %s: %s", record.path, head.attempt, tier, error
-                        )
-                        continue
-                return str(place), tier
-            return None
-
-    async def _fetch_peer(self, head: AttemptHead, record: ShardRecord, place: Path) -> None:
-        with place.open("wb") as file:
-            async for piece in self._peer_read(record.node, head, record.path):
-                await self._on_disk("write", file.write, piece)
-
-    async def _fetch_store(self, head: AttemptHead, record: ShardRecord, place: Path) -> None:
-        key = self._disk.paths.shard(head.step, head.attempt, record.path)
-        with place.open("wb") as file:
-            for begin in range(0, record.nbytes, READ_BYTES):
-                end = min(begin + READ_BYTES, record.nbytes)
-                piece = await self._at_store(f"reading {key}", self._store.read_range, key, begin, end)
-                await self._on_disk("write", file.write, piece)
+    # -- other stagers' side
 
     async def read(self, head: AttemptHead, path: str, begin: int, nbytes: int) -> bytes:
-        """A piece of a shard here, for another node's resume; shorter at the end of the file, empty past it."""
-        place = self._disk.paths.place(self._disk.paths.shard(head.step, head.attempt, path))
-        return await self._on_disk("read", _read_piece, place, begin, min(nbytes, READ_BYTES))
+        """A piece of a shard here; see Finder.read."""
+        return await self._finder.read(head, path, begin, nbytes)
 
 
 def _observed(future: asyncio.Future[Any]) -> None:
@@ -696,19 +622,3 @@ def _order(
 
 def _reports(answers: Sequence[Answer]) -> tuple[MemberReport, ...]:
     return tuple(sorted((r for answer in answers for r in answer.reports), key=lambda report: report.member))
-
-
-def _has_size(place: Path, nbytes: int) -> bool:
-    try:
-        return place.is_file() and place.stat().st_size == nbytes
-    except OSError:
-        return False
-
-
-def _read_piece(place: Path, begin: int, nbytes: int) -> bytes:
-    try:
-        with place.open("rb") as file:
-            file.seek(begin)
-            return file.read(nbytes)
-    except OSError as error:
-        raise StagingError(f"{place} cannot be read: {error}", path=str(place)) from error

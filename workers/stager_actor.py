@@ -25,8 +25,9 @@ from ..coordinator.options import Options
 from ..coordinator.ray_names import named_actors, session_dir
 from ..storage.errors import LastgoodError, StagingError
 from ..storage.store import open_store
+from .finder import READ_BYTES
 from .reports import ReportBatch
-from .stager import READ_BYTES, Stager, StagerConfig
+from .stager import Stager, StagerConfig
 
 log = logging.getLogger("lastgood.stager")
 

@@ -21,10 +21,10 @@ from unittest import mock
 from ray.cluster_utils import Cluster
 
 from lastgood.storage.failpoints import VARIABLE
+from tests.nursery import newborn
+from tests.nursery.nursery import Nursery
 
-from . import newborn
 from .network import HOME, Network, netns_of
-from .nursery import Nursery
 
 TOKEN = "CHAOS_TOKEN"
 END_S = 30.0

@@ -7,26 +7,18 @@ cuts anything. Namespaces and the bridge carry the token of their world in their
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-HOME = "/proc/self/ns/net"
+from tests.nursery.namespaces import HOME, enter
 
 
 def _ip(*arguments: str, namespace: str | None = None) -> None:
     inside = () if namespace is None else ("-n", namespace)
     subprocess.run(("ip", *inside, *arguments), check=True, capture_output=True, text=True)
-
-
-def enter(namespace: int) -> None:
-    """Moves the calling thread, and what it starts from now on, into a namespace given by a descriptor."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace, 0):
-        raise OSError(ctypes.get_errno(), "setns failed")
 
 
 class Network:

@@ -14,6 +14,8 @@ import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
 from lastgood.storage import failpoints
+from tests.nursery import newborn
+from tests.nursery.nursery import Nursery
 
 from . import world as world_module
 from .world import World
@@ -36,11 +38,28 @@ def failpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(failpoint_dir: Path) -> Iterator[Cluster]:
+def nursery(failpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Where the raylets get their workers from."""
+    folder = tmp_path_factory.mktemp("nursery")
+    nursery = Nursery(folder, dict(os.environ))
+    os.environ[newborn.SOCKET] = nursery.address
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(nursery: Nursery) -> Iterator[Cluster]:
     """Two raylets, labelled slot=0 and slot=1, so that a staging template gives each its own directory."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    shape: dict[str, Any] = {"num_cpus": 16, "object_store_memory": 100 << 20, "include_dashboard": False}
-    raylets = Cluster(initialize_head=True, head_node_args={**shape, "labels": {"slot": "0"}})
+    # A raylet that is gone counts as dead after about five seconds; Ray's own default is fifteen and more.
+    health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
+    shape: dict[str, Any] = {
+        "num_cpus": 16,
+        "object_store_memory": 100 << 20,
+        "include_dashboard": False,
+        "setup_worker_path": newborn.__file__,
+    }
+    raylets = Cluster(initialize_head=True, head_node_args={**shape, "labels": {"slot": "0"}, "_system_config": health})
     raylets.add_node(**{**shape, "labels": {"slot": "1"}})
     ray.init(address=raylets.address, namespace="tests", log_to_driver=False)
     yield raylets

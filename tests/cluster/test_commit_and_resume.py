@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
+from lastgood.coordinator.actor import SHARE_BYTES
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
 from lastgood.workers.install import leave
@@ -61,6 +62,26 @@ def test_a_save_at_step_zero_and_at_every_step_changes_nothing(world: World) -> 
         assert world.run.end_step(step).saved is not None
     assert seen == losses
     assert world.digests() == digests
+
+
+def test_a_manifest_too_long_for_a_plain_argument_reaches_every_node_whole(world: World) -> None:
+    """It goes through Ray's object store, once; here a fact about the run makes it as long as a large run's."""
+    words = [f"word {n}" for n in range(20_000)]
+    world.start(save_freq=1, fingerprint={"vocabulary": words})
+    world.run.resume("auto")
+    world.step(1)
+    world.step(2)
+    checkpoint = world.durable(2)
+    places = [root / world.name / "global_step_2" / checkpoint.attempt for root in (*world.node_dirs(), world.store)]
+    manifests = {(place / "manifest.json").read_bytes() for place in places}
+    assert len(places) == 3 and len(manifests) == 1
+    (data,) = manifests
+    assert len(data) > 2 * SHARE_BYTES
+    assert Manifest.from_bytes(data, where="manifest").fingerprint["vocabulary"] == words
+    world.new_ranks()
+    world.join()
+    restored = world.run.resume("auto")
+    assert restored is not None and restored.step == 2
 
 
 def test_what_lies_at_rest_is_whole_on_every_node_and_in_the_store(world: World) -> None:

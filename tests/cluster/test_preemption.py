@@ -78,4 +78,4 @@ def test_a_drain_notice_for_a_node_of_the_run_saves_the_last_step(world: World) 
         assert [c.step for c in world.run.checkpoints()] == [1]  # the notice is heeded once
     finally:
         world.end_ranks()
-        world.cluster.remove_node(spot, allow_graceful=False)
+        world.lose_node(spot)

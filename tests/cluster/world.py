@@ -178,6 +178,11 @@ class World:
         """Ray's nodes that live."""
         return [node for node in ray.nodes() if node["Alive"]]
 
+    def lose_node(self, node: Any) -> None:
+        """SIGKILLs a raylet and what it runs, and waits until the cluster knows."""
+        self.cluster.remove_node(node, allow_graceful=False)
+        until(lambda: all(n["NodeID"] != node.node_id for n in self.alive_nodes()), "the cluster misses the node")
+
     # -- training
 
     def update(self) -> list[float]:

@@ -11,7 +11,7 @@ from lastgood.coordinator import events as ev
 from lastgood.coordinator.answers import failure
 from lastgood.coordinator.messages import MemberReport, NodeSnapshot, RecordState, SaveKind, SaveState
 from lastgood.coordinator.moves import EXPECTED, MOVES, Cause, Phase
-from lastgood.coordinator.report import unsettled
+from lastgood.coordinator.report import settled
 from lastgood.storage.errors import IllegalMoveError, StagingError
 from tests.unit.protocol_bench import ACTOR1, MANIFEST, TRAINER, Bench
 
@@ -540,6 +540,6 @@ def test_a_commit_that_only_waits_for_its_ledger_entry_is_not_settled() -> None:
     for command in [c for c in bench.pending if c is not ledger]:
         bench.answer(command)
     assert bench.core.foreground is bench.attempt and bench.attempt.phase is Phase.COMMITTED
-    assert "not announced yet" in unsettled(bench.core)[0]
+    assert not settled(bench.core)
     bench.answer(ledger)
-    assert bench.core.foreground is None and not unsettled(bench.core)
+    assert bench.core.foreground is None and settled(bench.core)

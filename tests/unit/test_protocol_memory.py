@@ -8,7 +8,7 @@ from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.messages import SaveKind, SaveState
 from lastgood.coordinator.moves import Phase
-from lastgood.coordinator.report import lagging, unsettled
+from lastgood.coordinator.report import lagging, settled
 from tests.unit.protocol_bench import ACTOR0, ACTOR1, Bench
 
 
@@ -40,7 +40,7 @@ def test_a_kept_snapshot_lets_training_go_on_and_touches_no_disk() -> None:
     assert bench.attempt.phase is Phase.HELD and bench.core.memory.held is bench.attempt
     assert not bench.core.holds_training and bench.core.foreground is None
     assert not bench.said(cmd.Stage) and bench.core.failures == 0
-    assert not lagging(bench.core) and not unsettled(bench.core)
+    assert not lagging(bench.core) and settled(bench.core)
 
 
 def test_the_next_snapshot_supersedes_it_once_it_is_whole_and_leaves_no_record() -> None:
@@ -62,7 +62,7 @@ def test_when_a_member_dies_the_snapshot_is_saved() -> None:
     bench = held(1, 2)
     bench.feed(ev.WindowClosed())
     bench.feed(ev.MemberDropped(ACTOR1, "SIGKILL"))
-    assert unsettled(bench.core)  # a resume waits for it
+    assert not settled(bench.core)  # a resume waits for it
     bench.to_the_end()
     assert committed_steps(bench) == [2] and bench.core.memory.held is None
     draft = bench.said(cmd.BuildManifest)[-1].draft
@@ -140,7 +140,7 @@ def test_it_waits_for_the_save_under_way_and_a_request_for_it_keeps_its_deadline
     bench.answer(snapshots[0])
     bench.ask("short", from_memory=True, deadline_s=1)
     bench.ask("long", from_memory=True, deadline_s=50)
-    assert unsettled(bench.core)
+    assert not settled(bench.core)
     bench.feed(ev.Tick(), after_s=1.1)
     assert "under way did not end" in str(told(bench, "short").blame)
     bench.answer(snapshots[1])  # the newer copy is whole: it serves the one that waits

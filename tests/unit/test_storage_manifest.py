@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -19,6 +20,7 @@ from lastgood.storage.manifest import (
     Latest,
     LedgerEntry,
     Manifest,
+    MemberRecord,
     NodeIdentity,
     Owner,
     Parent,
@@ -48,6 +50,51 @@ def whole() -> Manifest:
         fingerprint={"dataset": {"length": 1000, "names": ["a", None]}},
         versions={"torch": "2.13.0"},
     )
+
+
+HARD_NAMES = ["w", 'a "quoted" \\ name', "tab\tnew\nline\x00\x1f\x7f", "größe.权重.🙂", "\u2028</script>", "/"]
+
+
+@given(st.lists(st.one_of(st.sampled_from(HARD_NAMES), st.text()), min_size=1, max_size=4), st.integers(0, 2**63 - 1))
+def test_the_fast_way_of_writing_a_manifest_gives_the_canonical_bytes(names: list[str], offset: int) -> None:
+    chunks = tuple(
+        Chunk(fqn=name, dtype=name, global_shape=(offset, 1), offsets=(offset, 0), sizes=(0, 1), begin=0, end=rank)
+        for rank, name in enumerate(names)
+    )
+    node = names[0]
+    shards = [shard_record(b"x" * 2500, rank=rank, node=node, chunks=chunks) for rank in (0, 1)]
+    manifest = manifest_of(shards, tag="t", fingerprint={"b": 1, "a": [names[-1], None]})
+    assert manifest.to_bytes() == FileModel.to_bytes(manifest)
+    assert Manifest.from_bytes(manifest.to_bytes(), where="x") == manifest
+
+
+def test_models_that_are_written_the_fast_way_declare_their_fields_in_the_order_of_names() -> None:
+    for model in (Chunk, ShardRecord, MemberRecord):
+        assert list(model.model_fields) == sorted(model.model_fields), model
+
+
+def test_a_record_that_was_given_the_manifest_still_refuses_another_attempt_s() -> None:
+    manifest = whole()
+    other = manifest.head.model_copy(update={"attempt": "another"})
+    with pytest.raises(ValidationError, match="another attempt's"):
+        Record.accept(other, manifest.to_bytes(), manifest)
+    record = Record.accept(manifest.head, manifest.to_bytes(), manifest)
+    assert record.read_manifest(where="x") is manifest
+    again = Record.from_bytes(record.to_bytes(), where="x").read_manifest(where="x")
+    assert again.to_bytes() == manifest.to_bytes()
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_reading_leaves_garbage_collection_as_it_was(collecting: bool) -> None:
+    was_on = gc.isenabled()
+    try:
+        gc.enable() if collecting else gc.disable()
+        Manifest.from_bytes(whole().to_bytes(), where="x")
+        with pytest.raises(IntegrityError):
+            Manifest.from_bytes(b"{", where="x")
+        assert gc.isenabled() is collecting
+    finally:
+        gc.enable() if was_on else gc.disable()
 
 
 def examples() -> list[FileModel]:

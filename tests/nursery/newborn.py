@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-SOCKET = "CHAOS_NURSERY"
+SOCKET = "TESTS_NURSERY"
 RETRY_S = 0.02
 START_S = 100.0
 DESCRIPTORS = tuple[int, int, int, int]

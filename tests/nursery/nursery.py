@@ -1,4 +1,4 @@
-"""Forks processes from one that has imported what they need: Ray workers for the raylets, drivers for the trials.
+"""Forks processes from one that has imported what they need: Ray workers for the raylets, drivers of chaos trials.
 
 The processes are what they would be otherwise: Ray's own worker program, or a module of the tests. Only the import is
 shared: of torch by all, of Ray and lastgood by the workers of one job on one raylet (newborn.py says why), and by the
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import newborn
-from .network import HOME, enter
+from .namespaces import HOME, enter
 
 _OF_ALL = (
     "torch",
@@ -54,7 +54,7 @@ class Nursery:
         self.address = str(folder / "nursery")
         with (folder / "nursery.log").open("wb") as log:
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "tests.chaos.nursery", self.address),
+                (sys.executable, "-m", "tests.nursery.nursery", self.address),
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 cwd=Path(__file__).parents[2],
                 stdin=subprocess.DEVNULL,
@@ -79,7 +79,8 @@ class Nursery:
             return newborn.born(self.address, DRIVERS, ["-m", module, argument], descriptors, dict(environment))
 
     def close(self) -> None:
-        self._process.kill()
+        """Ends all nurseries. What was born in them is in groups of its own and lives on."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
