@@ -19,6 +19,7 @@ from ..storage.manifest import ShardRecord
 from .membership import Roster, Window
 from .messages import AttemptHead, Blame, MemberId, NodeSnapshot, RecordState, SaveKind, SaveRequest, SaveState
 from .moves import MOVES, PROVEN, UNDONE, Cause, Phase
+from .outcomes import COMMITTED_OR_BEYOND
 
 CERTAIN = (RecordState.ACCEPT, RecordState.REFUSE)  # records that never change
 OUTSTANDING = math.inf  # in Attempt.calls: asked, not yet answered
@@ -251,7 +252,7 @@ class Attempt:
     @property
     def commit_told(self) -> bool:
         """Whether the commit has been announced."""
-        return self.announced in (SaveState.COMMITTED, SaveState.DURABLE)
+        return self.announced in COMMITTED_OR_BEYOND
 
     @property
     def finished(self) -> bool:

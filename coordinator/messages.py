@@ -111,12 +111,13 @@ class SaveKind(enum.Enum):
 
 
 class SaveState(enum.Enum):
-    """How far a save has come. Order of the ladder: requested < snapshot < staged < committed < durable; or aborted."""
+    """How far a save has come, in this order; or aborted. An upload that is held up and tried again is `uploading`."""
 
     REQUESTED = "requested"
     SNAPSHOT = "snapshot"
     STAGED = "staged"
     COMMITTED = "committed"
+    UPLOADING = "uploading"
     DURABLE = "durable"
     ABORTED = "aborted"
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from .messages import Blame, SaveKind, SaveState
 
-LADDER = (SaveState.REQUESTED, SaveState.SNAPSHOT, SaveState.STAGED, SaveState.COMMITTED, SaveState.DURABLE)
+LADDER = tuple(state for state in SaveState if state is not SaveState.ABORTED)
+COMMITTED_OR_BEYOND = (SaveState.COMMITTED, SaveState.UPLOADING, SaveState.DURABLE)
 
 
 def reached(state: SaveState, wanted: SaveState) -> bool:
@@ -35,6 +36,11 @@ class SaveOutcome:
     stop: bool = False  # on_failure says that training must stop
     stall_s: float = 0.0  # longest copy of any node, in seconds
     story: tuple[tuple[float, str], ...] = ()  # (coordinator's monotonic seconds, sentence)
+
+    @property
+    def committed(self) -> bool:
+        """Whether every participant's record says accept, and that was told."""
+        return self.state in COMMITTED_OR_BEYOND and not self.in_doubt
 
     @property
     def failed(self) -> bool:

@@ -432,7 +432,7 @@ class Protocol:
                         self.foreground = None
                         self.memory.settle()
                         self.requests.settle()
-            if attempt.phase is Phase.DURABLE and attempt.announced is SaveState.COMMITTED:
+            if attempt.phase is Phase.DURABLE and attempt.commit_told and attempt.announced is not SaveState.DURABLE:
                 self.announce(attempt, SaveState.DURABLE)
         elif attempt.phase is Phase.ABORTING:
             gone = len(attempt.discarded) >= len(attempt.participants)
@@ -445,7 +445,7 @@ class Protocol:
             attempt
             for attempt in self.active.values()
             if attempt.phase is Phase.COMMITTED
-            and attempt.announced is SaveState.COMMITTED
+            and attempt.commit_told
             and attempt.given_up is None
             and not attempt.lost_at
             and attempt.manifest is not None
@@ -456,6 +456,8 @@ class Protocol:
         if ready:
             self.uploading = min(ready, key=lambda attempt: attempt.order)
             self.uploading.move(Cause.UPLOAD, self.now_s, "the oldest that is ready")
+            if self.uploading.announced is SaveState.COMMITTED:
+                self.announce(self.uploading, SaveState.UPLOADING)
 
     def _check_deadlines(self) -> None:
         now_s, front = self.now_s, self.foreground

@@ -110,7 +110,7 @@ class Requests:
         if request.kind is SaveKind.MEMORY and (attempt is not None or self._core.foreground is not None):
             return  # what is under way, or was made in this window, is as new
         if attempt is not None and self.window is not None and attempt.can_serve(request):
-            committed = attempt.phase in PROVEN and attempt.announced in (SaveState.COMMITTED, SaveState.DURABLE)
+            committed = attempt.phase in PROVEN and attempt.commit_told
             if not committed or request.kind is not SaveKind.MANUAL:
                 if blame := self._too_late(pending, attempt):
                     self.end(pending, blame)
@@ -327,7 +327,7 @@ class Requests:
         self.waiting = []
         for attempt in core.active.values():
             ids = tuple(i for i in attempt.request_ids)
-            if ids and attempt.announced not in (SaveState.COMMITTED, SaveState.DURABLE, SaveState.ABORTED):
+            if ids and not attempt.commit_told and attempt.announced is not SaveState.ABORTED:
                 core.say(cmd.Announce(attempt.announced, ids, attempt.head, blame=blame, in_doubt=True))
 
     def turn_away(self, event: ev.Event) -> list[cmd.Command]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator.messages import AttemptHead, RecordState, SaveState
+from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 
 if TYPE_CHECKING:
     from .world import Coordinator, World
@@ -146,7 +147,7 @@ class Referee:
         if head is None:
             return
         truth = self.truths.get(head.attempt)
-        if announce.state in (SaveState.COMMITTED, SaveState.DURABLE) and not announce.in_doubt:
+        if announce.state in COMMITTED_OR_BEYOND and not announce.in_doubt:
             if truth is None or not truth.committed:
                 self.blame(f"{head.attempt} was announced as {announce.state.value}, and it is not committed")
         elif announce.state is SaveState.ABORTED and truth is not None:

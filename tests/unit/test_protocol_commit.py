@@ -29,6 +29,7 @@ def test_a_save_climbs_the_ladder_and_each_state_is_announced_when_it_is_true() 
         SaveState.SNAPSHOT,
         SaveState.STAGED,
         SaveState.COMMITTED,
+        SaveState.UPLOADING,
         SaveState.DURABLE,
     ]
     assert bench.attempt.phase is Phase.DURABLE and not bench.core.active

@@ -50,7 +50,7 @@ def test_a_request_after_the_window_is_forgotten_waits_for_the_next_cut() -> Non
         stand_at(s, 6)
         (save,) = (await driver.reopen_window(6, None, NOT_DUE)).saves
         assert save.step == 6
-        assert (await driver.wait("r1", SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        assert (await driver.wait("r1", SaveState.COMMITTED, 20)).committed
         await driver.stop()
 
     run(scene())

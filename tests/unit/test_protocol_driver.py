@@ -82,7 +82,7 @@ def test_a_save_is_committed_and_announced_while_the_store_is_down_and_durable_w
         driver = await s.ready()
         s.store.down = True
         (save,) = (await driver.open_window(1, None, DUE)).saves
-        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 10)).state is SaveState.COMMITTED
+        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 10)).committed
         lagging = await driver.drain(5)
         assert not lagging.drained and "not durable" in lagging.lagging[0]
         s.store.down = False
@@ -114,7 +114,7 @@ def test_a_request_in_mid_rollout_saves_the_last_finished_step_at_once() -> None
         outcome = await driver.save(manual("r1", tag="before_risk"))
         assert outcome.attempt is not None and outcome.step == 7 and outcome.waits_for is None
         done = await driver.wait("r1", SaveState.COMMITTED, 10)
-        assert done.state is SaveState.COMMITTED and done.tag == "before_risk"
+        assert done.committed and done.tag == "before_risk"
         ended(driver)
         await driver.stop()
 
@@ -165,7 +165,7 @@ def test_a_copy_that_met_an_update_is_taken_at_the_next_window() -> None:
         assert waiting.waits_for == "the update's end" and not waiting.failed
         await driver.open_window(2, None, NOT_DUE)
         done = await driver.wait("r1", SaveState.COMMITTED, 10)
-        assert done.state is SaveState.COMMITTED and done.step == 2
+        assert done.committed and done.step == 2
         assert s.ports["n1"].images == {} and len(s.ports["n1"].staged) == 1
         assert driver.core.failures == 0
         ended(driver)
@@ -199,10 +199,10 @@ def test_requests_of_one_step_share_an_attempt_and_another_tag_gets_its_own() ->
         assert joined.attempt == named.attempt == "e1-1" and other.attempt is None
         s.ports["n1"].gates["stage"].set()
         outcomes = [await driver.wait(f"r{i}", SaveState.COMMITTED, 20) for i in (1, 2, 3)]
-        assert [(o.state, o.attempt, o.tag) for o in outcomes] == [
-            (SaveState.COMMITTED, "e1-1", "a"),
-            (SaveState.COMMITTED, "e1-1", "a"),
-            (SaveState.COMMITTED, "e1-2", "b"),
+        assert [(o.committed, o.attempt, o.tag) for o in outcomes] == [
+            (True, "e1-1", "a"),
+            (True, "e1-1", "a"),
+            (True, "e1-2", "b"),
         ]
         ended(driver)
         await driver.stop()
@@ -269,7 +269,7 @@ def test_a_failing_node_costs_one_attempt_names_its_owner_and_leaves_nothing(
         assert all(not port.images and not port.staged for port in s.ports.values())
         await driver.close_window()
         (save,) = (await driver.open_window(2, None, DUE)).saves
-        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 20)).committed
         ended(driver)
         await driver.stop()
 
@@ -290,7 +290,7 @@ def test_a_node_that_does_not_answer_is_named_when_the_deadline_passes(method: s
         s.ports["n2"].hang.clear()
         await driver.close_window()
         (save,) = (await driver.open_window(2, None, DUE)).saves
-        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 20)).committed
         await driver.drain(20)
         ended(driver)
         await driver.stop()
@@ -312,7 +312,7 @@ def test_an_accept_that_landed_unheard_is_found_by_the_refusal_and_the_save_is_c
         n2.accept = lands_but_never_answers  # type: ignore[method-assign]
         (save,) = (await driver.open_window(1, None, DUE)).saves
         outcome = await driver.wait(save.request_id, SaveState.COMMITTED, 90)
-        assert outcome.state is SaveState.COMMITTED and driver.core.failures == 0
+        assert outcome.committed and driver.core.failures == 0
         ended(driver)
         await driver.stop()
 
@@ -361,7 +361,7 @@ def test_a_member_that_dies_while_copying_fails_the_save_at_once_and_later_it_do
         (save,) = (await driver.open_window(2, None, DUE)).saves
         driver.drop_member(MemberId("actor", 1), "SIGKILL while its shards are being staged")
         s.ports["n2"].gates["stage"].set()
-        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        assert (await driver.wait(save.request_id, SaveState.COMMITTED, 20)).committed
         ended(driver)
         await driver.stop()
 
@@ -441,7 +441,7 @@ def test_a_new_coordinator_takes_over_a_window_that_is_still_open_and_no_other()
         second = await s.ready()
         assert (await second.reopen_window(4)).opened
         assert (await second.save(manual("r1"))).step == 4
-        assert (await second.wait("r1", SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        assert (await second.wait("r1", SaveState.COMMITTED, 20)).committed
         await second.close_window()
         third = await s.ready()
         assert not (await third.reopen_window(4)).opened
@@ -623,7 +623,7 @@ def test_close_window_waits_for_a_copy_that_runs() -> None:
         await driver.close_window()
         assert (await driver.wait("r1", SaveState.SNAPSHOT, 0)).attempt is not None
         assert s.ports["n1"].log.index("snapshot") < s.ports["n1"].log.index("close_window")
-        assert (await driver.wait("r1", SaveState.COMMITTED, 20)).state is SaveState.COMMITTED
+        assert (await driver.wait("r1", SaveState.COMMITTED, 20)).committed
         ended(driver)
         await driver.stop()
 

@@ -28,7 +28,7 @@ def keep(bench: Bench, step: int) -> None:
 
 def committed_steps(bench: Bench) -> list[int]:
     attempts = sorted(bench.core.attempts.values(), key=lambda a: a.order)
-    return [a.head.step for a in attempts if a.announced in (SaveState.COMMITTED, SaveState.DURABLE)]
+    return [a.head.step for a in attempts if a.commit_told]
 
 
 def told(bench: Bench, request_id: str) -> cmd.Announce:
