@@ -1,7 +1,8 @@
 """Into a run and out of nothing: attach (the driver) and connect (any other job). Nothing is touched on bad input.
 
 Attaching makes what a run needs in the cluster: a stager on the driver's node, the coordinator. Both are found by name
-when they live already; with other options they are replaced, unless a live driver uses them.
+when they live already; those with other options, or of another version of lastgood, are replaced unless a live driver
+uses them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
@@ -18,6 +20,7 @@ from ..coordinator.actor import create_coordinator
 from ..coordinator.names import NAMESPACE, coordinator_name
 from ..coordinator.options import Options
 from ..coordinator.ray_names import session_dir
+from ..coordinator.versions import versions
 from ..storage.errors import DeadlineError, LastgoodError, UsageError
 from ..storage.layout import check_name
 from ..workers.install import agent_of
@@ -47,13 +50,13 @@ def attach(
     (`config`) and LASTGOOD_* variables: docs/options.md.
 
     Raises OptionsError for options that cannot be used, StagingError for a staging directory that cannot, StoreError
-    for a store that cannot, UsageError when another live driver leads the run with other options.
+    for a store that cannot, UsageError when another live driver leads the run with other options or another version.
     """
     settings = Options.load(config, run=run, store=store, staging=staging, **options)
     connect_ray(None)
     settings.check_session(session_dir())
     link = CoordinatorLink(settings.run)
-    existed = _replace_if_other(link, settings)
+    existed = _replace_if_other(settings)
     start_stager(settings, ray.get_runtime_context().get_node_id())
     create_coordinator(settings)
     try:
@@ -78,6 +81,8 @@ def connect(run: str, *, address: str | None = None) -> Run:
     connect_ray(address)
     link = CoordinatorLink(run)
     hello = link.call("hello", timeout_s=CALL_S)
+    if (theirs := version_of(hello)) != (ours := versions()["lastgood"]):
+        log.warning("the coordinator of %s is lastgood %s, this process is %s: calls may fail", run, theirs, ours)
     return Run(Options.model_validate(hello["options"]), link, leads=False)
 
 
@@ -93,10 +98,16 @@ def connect_ray(address: str | None) -> None:
         ) from error
 
 
-def _replace_if_other(link: CoordinatorLink, options: Options) -> bool:
-    """Whether a coordinator lives that can be used; one with other options ends first, when no member lives.
+def version_of(hello: Mapping[str, Any]) -> str:
+    """The version of lastgood that a coordinator runs."""
+    return str(hello.get("versions", {}).get("lastgood", "of an unknown version"))
 
-    Raises UsageError when another live driver leads the run, or members of one with other options live.
+
+def _replace_if_other(options: Options) -> bool:
+    """Whether a coordinator lives that can be used; one with other options, or of another version, ends first, when no
+    member lives.
+
+    Raises UsageError when another live driver leads the run, or members of such a one live.
     """
     try:
         handle = ray.get_actor(coordinator_name(options.run), namespace=NAMESPACE)
@@ -108,16 +119,19 @@ def _replace_if_other(link: CoordinatorLink, options: Options) -> bool:
         return False
     ours = options.model_dump(mode="json")
     changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in ONE_TIME)
-    if not changed:
+    said = [f"other options ({', '.join(changed)})"] if changed else []
+    if (theirs := version_of(hello)) != (here := versions()["lastgood"]):
+        said.append(f"lastgood {theirs} (this process has {here})")
+    if not said:
         return True
     if hello["members"] and not options.takeover:
         raise UsageError(
-            f"run {options.run} is led by a live driver with other options ({', '.join(changed)}). Nothing was "
-            "touched. End that driver first, use its options, or pass takeover=True.",
+            f"run {options.run} is led by a live driver with {' and '.join(said)}. Nothing was touched. End that "
+            "driver first, use the same, or pass takeover=True.",
             run=options.run,
             changed=changed,
         )
-    log.warning("run %s: options %s changed; coordinator and stagers start anew", options.run, ", ".join(changed))
+    log.warning("run %s had %s; coordinator and stagers start anew", options.run, " and ".join(said))
     _end_all(options.run)
     return False
 

@@ -22,13 +22,14 @@ from ..coordinator.options import Options
 from ..coordinator.outcomes import DrainOutcome, StepOutcome
 from ..coordinator.ray_names import session_dir
 from ..coordinator.restore import Restored, ResumeTermsOrder
+from ..coordinator.versions import versions
 from ..storage.errors import DeadlineError, LastgoodError, MembershipError, OptionsError, SaveFailedError, UsageError
 from ..storage.ids import ulid
 from ..storage.layout import check_name
 from ..workers.install import agent_of, leave
 from ..workers.member import Member
 from ..workers.ray_link import RayStagerLink
-from .attach import ONE_TIME, connect_ray
+from .attach import ONE_TIME, connect_ray, version_of
 from .link import CALL_S, CoordinatorLink
 from .run import metrics_of, resume_mode, start_stager
 
@@ -311,16 +312,18 @@ def _join(link: CoordinatorLink, options: Options, start: Callable[[], Member]) 
 
 
 def _refuse_other_options(hello: Mapping[str, Any], options: Options) -> None:
-    """Raises OptionsError when the coordinator that lives was started with other options."""
+    """Raises OptionsError when the coordinator that lives was started with other options, or is of another version."""
     ours = options.model_dump(mode="json")
     changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in ONE_TIME)
-    if changed:
-        told = "; ".join(f"{name} is {ours[name]!r} here and {hello['options'].get(name)!r} there" for name in changed)
+    differences = [f"{name} is {ours[name]!r} here and {hello['options'].get(name)!r} there" for name in changed]
+    if (theirs := version_of(hello)) != (here := versions()["lastgood"]):
+        differences.append(f"lastgood is {here} here and {theirs} there")
+    if differences:
         raise OptionsError(
-            f"the coordinator of run {options.run} lives with other options: {told}. Nothing was touched. Give every "
-            "rank the same options; to change them, let the run end first: by member.close(), or "
+            f"the coordinator of run {options.run} lives with other options: {'; '.join(differences)}. Nothing was "
+            "touched. Give every rank the same; to change them, let the run end first: by member.close(), or "
             f"{options.linger_s:.0f} s (linger_s) after its last process.",
-            option=changed[0],
+            option=changed[0] if changed else None,
             changed=changed,
         )
 
