@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from ..coordinator.actor import create_coordinator
+from ..coordinator.catalog import Checkpoint
 from ..coordinator.messages import Line, RankClaim, RankReport
 from ..coordinator.options import Options
 from ..coordinator.outcomes import DrainOutcome, StepOutcome
@@ -29,6 +32,7 @@ from ..storage.layout import check_name
 from ..workers.install import agent_of, leave
 from ..workers.member import Member
 from ..workers.ray_link import RayStagerLink
+from . import train_pointer
 from .attach import ONE_TIME, connect_ray, version_of
 from .link import CALL_S, CoordinatorLink
 from .run import metrics_of, resume_mode, start_stager
@@ -96,6 +100,7 @@ class LedMember:
         self._next_step = 1
         self._newest = (0, 0)
         self._alone = False  # the coordinator was away for too long: steps go on unsaved until it is back
+        self._pointers: tempfile.TemporaryDirectory[str] | None = None  # what train_checkpoint has written
         self._closed = False
 
     @property
@@ -105,17 +110,20 @@ class LedMember:
 
     def resume(
         self,
-        mode: int | str | None = None,
+        mode: Any = None,
         *,
         allow_changes: Sequence[str] = (),
         on_reshard: Mapping[str, str] | None = None,
     ) -> Restored | None:
         """Restores every rank from a checkpoint. Every rank calls it, with the same arguments; all get the same answer.
 
-        As Run.resume. Must be called before the first step, also to start from scratch. Raises what Run.resume raises,
-        UsageError when ranks ask for different things, DeadlineError naming ranks that did not call it within
-        resume_deadline_s.
+        `mode` as in Run.resume, or what ray.train.get_checkpoint() answers, if train_checkpoint made it. Must be called
+        before the first step, also to start from scratch. Raises what Run.resume raises, UsageError when ranks ask for
+        different things, DeadlineError naming ranks that did not call it within resume_deadline_s.
         """
+        if hasattr(mode, "as_directory"):
+            with mode.as_directory() as folder:
+                mode = train_pointer.read(Path(folder))
         deadline_s = self.options.resume_deadline_s
         changes = (*self.options.allow_changes, *allow_changes)
         terms = ResumeTermsOrder(deadline_s, changes, {**self.options.on_reshard, **(on_reshard or {})})
@@ -221,6 +229,29 @@ class LedMember:
             alarms=tuple(alarm for outcome in told for alarm in outcome.alarms),
             newest=self._newest,
         )
+
+    def latest(self) -> Checkpoint | None:
+        """The newest committed checkpoint of the run; None when there is none yet. One call to the coordinator."""
+        return next((found for found in self._checkpoints() if found.committed), None)
+
+    def train_checkpoint(self) -> Any | None:
+        """The newest durable checkpoint as a ray.train.Checkpoint, for ray.train.report; None when there is none yet.
+
+        It holds the checkpoint's name only, so Ray Train may copy and delete it; what is kept is for save_total_limit
+        to say. `resume` takes it back from ray.train.get_checkpoint(). One call to the coordinator.
+        """
+        from ray.train import Checkpoint as TrainCheckpoint
+
+        found = next((found for found in self._checkpoints() if found.durable), None)
+        if found is None:
+            return None
+        if self._pointers is None:
+            self._pointers = tempfile.TemporaryDirectory(prefix="lastgood-train-")
+        folder = train_pointer.write(Path(self._pointers.name), self.options.store, self.name, found)
+        return TrainCheckpoint.from_directory(str(folder))
+
+    def _checkpoints(self) -> Sequence[Checkpoint]:
+        return self._link.call("checkpoints", timeout_s=CALL_S)
 
     def before_update(self) -> None:
         """The next update begins: returns when no copy of the last step's state runs. Only for loops whose updates do

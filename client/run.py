@@ -59,9 +59,10 @@ class SaveHandle:
         return f"SaveHandle({self.outcome.state.value}, step={self.outcome.step}, attempt={self.outcome.attempt})"
 
     def wait(self, state: str | SaveState = SaveState.COMMITTED, timeout_s: float = 900.0) -> SaveOutcome:
-        """Waits until the save is `state` ("snapshot", "staged", "committed", "durable") and tells how it stands.
+        """Waits until the save is `state` ("snapshot", "staged", "committed", "uploading", "durable").
 
-        Raises SaveFailedError when it has failed (the previous checkpoint stands), DeadlineError after `timeout_s`.
+        Answers how it stands, which may be further. Raises SaveFailedError when it has failed (the previous checkpoint
+        stands), DeadlineError after `timeout_s`.
         """
         wanted = SaveState(state)
         until = time.monotonic() + timeout_s

@@ -118,9 +118,9 @@ class Housekeeping:
             head = checkpoint.head
             if not await self._collect_in_store(head, reason):
                 return
+            self._led.collected(head)  # the tombstone stands: from here on nobody is offered it
             for node in list(self._ports):
                 await self._collect_at(node, head, reason)
-            self._led.collected(head)
             log.info("step %d (attempt %s) collected: %s", head.step, head.attempt, reason)
 
     async def _collect_in_store(self, head: AttemptHead, reason: str) -> bool:

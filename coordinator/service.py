@@ -475,7 +475,7 @@ class Service:
             outcome = await self._led.save(request)
             if outcome.waits_for is None:  # else it waits for an end_step that will not come
                 outcome = await self._led.wait(request_id, SaveState.COMMITTED, max(0.0, until - time.monotonic()))
-            if outcome.state not in (SaveState.COMMITTED, SaveState.DURABLE):
+            if not outcome.committed:
                 raise SaveFailedError(
                     f"the last step {progress.last_step} of run {self.options.run} is not committed: "
                     f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands; "
@@ -571,7 +571,13 @@ class Service:
                 lost=lost,
             )
         resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
-        ports = {node: port for node, port in self._ports.items() if self._members.get(node)}
+        # A node that has just vanished is still listed with the members it had: only those that are declared now count.
+        now = {(declared.role, declared.membership) for declared in self._declared.values()}
+        ports = {
+            node: port
+            for node, port in self._ports.items()
+            if any((info.member.role, info.membership) in now for info in self._members.get(node, ()))
+        }
         restored = await restore(offered, resume_terms, ports, self.epoch, remaining_s)
         restored = replace(restored, lost=tuple(lost))
         log.warning("resumed run %s from step %d (attempt %s)", self.options.run, restored.step, restored.attempt)

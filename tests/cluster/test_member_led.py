@@ -315,7 +315,8 @@ def train_loop(config: dict[str, Any]) -> None:
         state={"model": model, "optimizer": optimizer, "rng": lastgood.RNG()},
         **config["options"],
     )
-    restored = member.resume("auto")
+    reported = ray.train.get_checkpoint()
+    restored = member.resume("auto" if reported is None else reported)
     trained: list[int] = []
     for step in range(member.next_step, config["total"] + 1):
         loss = model(torch.randn(8, 13)).square().mean()
@@ -328,10 +329,17 @@ def train_loop(config: dict[str, Any]) -> None:
                 (root / "die").rename(root / "died")
                 os.kill(os.getpid(), signal.SIGKILL)
         member.end_step(step, metrics={"loss": float(loss.detach())})
+        if step == 5 and rank == 0:  # a save is told to Ray Train once it is durable
+            while (found := member.train_checkpoint()) is None:
+                time.sleep(0.01)
+            ray.train.report({"step": step}, checkpoint=found)
+        elif step == 5:
+            ray.train.report({"step": step})
     member.close()
     weights = [value.tolist() for value in model.state_dict().values()]
     told = {
         "restored": restored and restored.step,
+        "named": reported is not None,
         "trained": trained,
         "weights": weights,
         "rng": torch.rand(3).tolist(),
@@ -369,7 +377,7 @@ def test_ray_train_restarts_its_workers_and_they_resume_where_the_last_checkpoin
     whole = fit("undisturbed", die=False)
     assert [told["restored"] for told in whole] == [None, None]
     killed = fit("killed", die=True)
-    assert [told["restored"] for told in killed] == [4, 4]
+    assert [(told["restored"], told["named"]) for told in killed] == [(4, True)] * 2
     assert [told["trained"] for told in killed] == [list(range(5, 11))] * 2
     for key in ("weights", "rng"):
         assert [told[key] for told in killed] == [told[key] for told in whole]

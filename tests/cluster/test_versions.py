@@ -38,7 +38,8 @@ def test_a_coordinator_of_another_version_is_refused_while_members_live_and_repl
     grow_old(world)
     epoch = world.hello()["epoch"]
     with caplog.at_level(logging.WARNING, "lastgood"):
-        assert lastgood.connect(world.name).latest().step == 1  # looking is not refused
+        latest = lastgood.connect(world.name).latest()  # looking is not refused
+    assert latest is not None and latest.step == 1
     assert "is lastgood 0.0.1, this process is" in caplog.text
     with pytest.raises(lastgood.errors.UsageError, match=r"lastgood 0\.0\.1 \(this process has"):
         world.attach()
