@@ -70,7 +70,6 @@ class CoordinatorLink:
     def _late(self, method: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(
             f"the coordinator of run {self.run} has not answered {method} within {timeout_s:.1f} s. Committed "
-            "checkpoints "
-            "stand. Look at `lastgood status` and the coordinator's log in Ray's dashboard.",
+            "checkpoints stand. Look at `lastgood status` and the coordinator's log in Ray's dashboard.",
             waited_s=timeout_s,
         )

@@ -179,8 +179,7 @@ class Run:
         if len(components) != 1:
             raise MembershipError(
                 f"add_members({role!r}): members name different components: {sorted(components)}. Every member of a "
-                "role "
-                "has the same ones. Nothing is saved for this role.",
+                "role has the same ones. Nothing is saved for this role.",
                 role=role,
             )
         declaration = RoleDeclaration(role, worlds[0], components.pop(), membership, self._driver)
@@ -193,8 +192,7 @@ class Run:
             if time.monotonic() > until:
                 raise MembershipError(
                     f"add_members({role!r}): the coordinator does not see {', '.join(absent)}. Nothing is saved for "
-                    "this "
-                    "role. Is the node's stager alive (lastgood status)?",
+                    "this role. Is the node's stager alive (lastgood status)?",
                     role=role,
                     missing=absent,
                 )
@@ -207,8 +205,7 @@ class Run:
             raise MembershipError(
                 f"add_members({role!r}): actors {numbers} of the list have not answered within {deadline_s:.0f} s "
                 "(register_deadline_s). Nothing is saved for this role. An actor that is busy in a method answers "
-                "after "
-                "it: add members before training starts.",
+                "after it: add members before training starts.",
                 role=role,
                 late=numbers,
             )
@@ -218,9 +215,8 @@ class Run:
             if isinstance(error.cause, LastgoodError):
                 raise error.cause from None
             raise UsageError(
-                f"add_members({role!r}): the state or rank function raised in the actor: {error.cause!r}. Nothing "
-                "is saved "
-                f"for this role.\n{error}",
+                f"add_members({role!r}): the state or rank function raised in the actor: {error.cause!r}. Nothing is "
+                f"saved for this role.\n{error}",
                 role=role,
             ) from error
         except ray.exceptions.RayError as error:
@@ -241,8 +237,7 @@ class Run:
             if own is not None and actor_id.hex() == own:
                 raise MembershipError(
                     f"item {index} of add_members is the actor that this code runs in: it cannot answer while it "
-                    "waits. "
-                    "Nothing was touched. Use run.add_driver(state) for this process."
+                    "waits. Nothing was touched. Use run.add_driver(state) for this process."
                 )
 
     # -- training

@@ -30,8 +30,7 @@ def claim_epoch(store: Store, paths: RunPaths, owner: str, floor: int, clock: Ca
         if EpochNote.from_bytes(store.get(key), where=key).owner == owner:
             return number  # the create had landed although it was reported lost
     raise StoreError(
-        f"no epoch could be claimed for run {paths.run} in {_TRIES} tries: other coordinators keep starting. "
-        "Nothing was "
-        "changed. Is the run attached from several clusters at once?",
+        f"no epoch could be claimed for run {paths.run} in {_TRIES} tries: other coordinators keep starting. Nothing "
+        "was changed. Is the run attached from several clusters at once?",
         run=paths.run,
     )

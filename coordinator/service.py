@@ -554,8 +554,7 @@ class Service:
         if lost and self.options.on_lost == "refuse":
             raise ResumeError(
                 f"commits of run {self.options.run} are lost: {' '.join(lost)} on_lost='refuse' stops here; nothing "
-                "was "
-                "touched. Bring those nodes back, or continue from the newest whole checkpoint with "
+                "was touched. Bring those nodes back, or continue from the newest whole checkpoint with "
                 "on_lost='continue'.",
                 lost=lost,
             )
@@ -566,8 +565,7 @@ class Service:
                 return None
             raise ResumeError(
                 f"run {self.options.run} has no checkpoint to resume from (asked for {mode!r}). {' '.join(lost)} "
-                "Nothing was "
-                "touched. resume='none' starts from scratch.",
+                "Nothing was touched. resume='none' starts from scratch.",
                 lost=lost,
             )
         resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)

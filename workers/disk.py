@@ -106,8 +106,7 @@ class NodeDisk:
         except OSError as error:
             raise StagingError(
                 f"the staging directory {self.staging} is not writable: {error}. Nothing was changed. Free space or "
-                "fix "
-                f"its permissions for uid {os.getuid()}.",
+                f"fix its permissions for uid {os.getuid()}.",
                 path=str(path),
             ) from error
         try:
@@ -211,9 +210,8 @@ class NodeDisk:
         """Durably notes a higher epoch. Raises FencedError for a lower one than was ever seen here."""
         if epoch < self.highest_epoch:
             raise FencedError(
-                f"a coordinator of epoch {epoch} speaks, but node {self.node} has seen epoch {self.highest_epoch}: "
-                "a newer "
-                "coordinator leads this run. Nothing was changed; the older one must stop.",
+                f"a coordinator of epoch {epoch} speaks, but node {self.node} has seen epoch {self.highest_epoch}: a "
+                "newer coordinator leads this run. Nothing was changed; the older one must stop.",
                 epoch=epoch,
                 highest_epoch=self.highest_epoch,
                 node=self.node,
@@ -278,8 +276,7 @@ class NodeDisk:
         if set(content.shards_of(self.node)) != set(staged):
             raise IntegrityError(
                 f"the manifest of attempt {head.attempt} tells other shards for node {self.node} than were staged "
-                "there; "
-                "it is not accepted. The previous checkpoint stands.",
+                "there; it is not accepted. The previous checkpoint stands.",
                 path=None,
             )
         record = Record.accept(_head(head), manifest, content)

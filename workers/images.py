@@ -90,8 +90,7 @@ class Image:
         except FileNotFoundError as error:
             raise SnapshotError(
                 f"the stager's image {path} is not visible in this process: member and stager do not share "
-                f"{path.parent}. "
-                f"Run both in the same container, or mount one tmpfs into both.",
+                f"{path.parent}. Run both in the same container, or mount one tmpfs into both.",
                 path=str(path),
             ) from error
         try:
@@ -118,8 +117,7 @@ class Image:
         if self.state is not ImageState.FREE:
             raise SnapshotError(
                 f"image {self.path} is {self.state.name.lower()} for attempt {self.attempt}, so it cannot be filled "
-                "for "
-                f"{attempt}: the stager has not released it yet",
+                f"for {attempt}: the stager has not released it yet",
                 path=str(self.path),
             )
         self._store(ImageState.FILLING, 0, attempt)
@@ -129,8 +127,7 @@ class Image:
         if self.state is not ImageState.FILLING or used_bytes > self.capacity:
             raise SnapshotError(
                 f"image {self.path} ({self.state.name.lower()}, {self.capacity} bytes) cannot be sealed at "
-                f"{used_bytes} "
-                f"bytes; this is a bug in lastgood",
+                f"{used_bytes} bytes; this is a bug in lastgood",
                 path=str(self.path),
             )
         self._store(ImageState.SEALED, used_bytes, self.attempt)

@@ -105,10 +105,8 @@ def _rank_of(instance: Any, order: InstallOrder) -> tuple[int, int]:
     if order.alone:
         return 0, 1
     raise MembershipError(
-        f"role {order.role}: process {os.getpid()} does not know its rank (torch.distributed is not initialised, "
-        "the actor "
-        "has no `rank` and `world_size`, the environment has no RANK and WORLD_SIZE). Call add_members after the "
-        "process "
-        "group is up, or pass rank=lambda worker: (rank, world_size).",
+        f"role {order.role}: process {os.getpid()} does not know its rank (torch.distributed is not initialised, the "
+        "actor has no `rank` and `world_size`, the environment has no RANK and WORLD_SIZE). Call add_members after "
+        "the process group is up, or pass rank=lambda worker: (rank, world_size).",
         role=order.role,
     )

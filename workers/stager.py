@@ -300,8 +300,7 @@ class Stager:
             raise SnapshotError(
                 f"the image of {shard.member}.{shard.component} is {image.state.name.lower()} for attempt "
                 f"{image.attempt or 'none'} with {image.used_bytes} bytes, not sealed for {head.attempt}; it is not "
-                "staged. "
-                "The previous checkpoint stands.",
+                "staged. The previous checkpoint stands.",
                 member=shard.member,
                 node=self.node,
             )

@@ -1,0 +1,88 @@
+"""Ranks and a run for measurements: plain Ray actors with as much state as asked for, on a Ray of their own."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+import lastgood
+
+
+class Rank:
+    """One rank: a model, its AdamW, RNG. Each rank's state is its own, nothing is sharded."""
+
+    def __init__(self, rank: int, world_size: int, megabytes: float = 0.0) -> None:
+        """`megabytes` (10^6 bytes) of parameters and AdamW moments in all; 0: a few bytes."""
+        torch.set_num_threads(1)
+        self.rank, self.world_size = rank, world_size
+        width = max(4, int((megabytes * 1e6 / 12) ** 0.5))  # 4 bytes each: a parameter and two moments
+        self.model = torch.nn.Linear(width, width, bias=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.update()
+
+    def update(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def roll_out(self, seconds: float) -> None:
+        """Busy in one method for so long, mostly waiting, as a rank is whose engine generates."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            torch.rand(1000).sum()
+            time.sleep(0.01)
+
+    def lead(self, run: str, steps: int, options: dict[str, Any]) -> list[float]:
+        """A member-led loop without updates; seconds of each end_step."""
+        member = lastgood.member(
+            run, role="actor", rank=self.rank, world_size=self.world_size, state=state(self), **options
+        )
+        member.resume()
+        spent_s = []
+        for step in range(member.next_step, steps + 1):
+            began = time.perf_counter()
+            member.end_step(step)
+            spent_s.append(time.perf_counter() - began)
+            time.sleep(0.002)  # a step takes some time
+        member.close(save_last=False)
+        return spent_s
+
+
+def state(rank: Rank) -> dict[str, Any]:
+    """The components of a rank."""
+    return {"model": rank.model, "optimizer": rank.optimizer, "rng": lastgood.RNG()}
+
+
+def new_ranks(count: int, megabytes: float = 0.0) -> list[Any]:
+    ranks = [ray.remote(Rank).options(num_cpus=0).remote(rank, count, megabytes) for rank in range(count)]
+    ray.get([rank.update.remote() for rank in ranks])
+    return ranks
+
+
+def rank_of(rank: Rank) -> tuple[int, int]:
+    return rank.rank, rank.world_size
+
+
+@contextmanager
+def ray_of_its_own() -> Iterator[Path]:
+    """A local Ray, and a directory for the run's roots; both are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lastgood-bench-") as folder:
+        (Path(folder) / "store").mkdir()
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="bench")
+        try:
+            yield Path(folder)
+        finally:
+            ray.shutdown()
+
+
+def roots(folder: Path) -> dict[str, Any]:
+    """Store and staging for attach and member."""
+    return {"store": str(folder / "store"), "staging": str(folder / "staging")}
