@@ -1,7 +1,7 @@
 """`python -m benchmarks.steps [--json]`: what a step costs training when there is next to no state to copy.
 
-Wall milliseconds of `end_step`: with nothing due and with a save due, led by a driver; with nothing due at a member that
-leads itself. Beside them one call to an actor of this Ray that does nothing, the unit in which to read the others.
+Wall milliseconds of `end_step`: with nothing due and with a save due, led by a driver; with nothing due at a member
+that leads itself. Beside them one call to an actor of this Ray that does nothing, the unit in which to read the others.
 """
 
 from __future__ import annotations
