@@ -96,4 +96,4 @@ def test_ci_runs_what_a_newcomer_runs() -> None:
 
 def test_git_ignores_what_setting_up_and_testing_leaves_behind() -> None:
     ignored = (ROOT / ".gitignore").read_text().split()
-    assert {"/.venv/", "/build/", "*.egg-info/", "__pycache__/"} <= set(ignored)
+    assert {"/.venv", "/build", "*.egg-info/", "__pycache__/"} <= set(ignored)
