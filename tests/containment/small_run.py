@@ -170,7 +170,7 @@ class SmallRun:
     def commits(self, step: int) -> None:
         """A save of `step` is committed, and stands."""
         outcome = self.save(step)
-        assert isinstance(outcome, SaveOutcome) and outcome.state in (SaveState.COMMITTED, SaveState.DURABLE), outcome
+        assert isinstance(outcome, SaveOutcome) and outcome.committed, outcome
         self.stands(step)
 
     def fails(self, step: int, *named: str, phase: str, node: int | None = None, member: int | None = None) -> str:

@@ -8,6 +8,7 @@ from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.messages import SaveKind, SaveState
 from lastgood.coordinator.moves import Phase
+from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 from lastgood.coordinator.report import lagging, settled
 from tests.unit.protocol_bench import ACTOR0, ACTOR1, Bench
 
@@ -115,7 +116,7 @@ def test_what_is_in_memory_is_saved_on_request_whatever_the_members_do() -> None
     bench.feed(ev.WindowClosed())
     bench.ask("r", from_memory=True, tag="rescue")
     bench.to_the_end()
-    assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
+    assert told(bench, "r").state in COMMITTED_OR_BEYOND
     assert committed_steps(bench) == [4]
     assert bench.said(cmd.BuildManifest)[-1].draft.reason == "every step; because of r"
     bench.ask("s", from_memory=True)
@@ -130,7 +131,7 @@ def test_a_request_for_memory_joins_the_save_that_is_whole_in_memory_already() -
     bench.until(cmd.Stage)
     bench.ask("r", from_memory=True)
     bench.to_the_end()
-    assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
+    assert told(bench, "r").state in COMMITTED_OR_BEYOND
 
 
 def test_it_waits_for_the_save_under_way_and_a_request_for_it_keeps_its_deadline() -> None:
@@ -146,7 +147,7 @@ def test_it_waits_for_the_save_under_way_and_a_request_for_it_keeps_its_deadline
     bench.answer(snapshots[1])  # the newer copy is whole: it serves the one that waits
     bench.to_the_end()
     assert committed_steps(bench) == [2]
-    assert told(bench, "long").state in (SaveState.COMMITTED, SaveState.DURABLE)
+    assert told(bench, "long").state in COMMITTED_OR_BEYOND
 
 
 def test_a_failed_save_leaves_the_snapshot_in_memory_and_what_waits_for_it_goes_on() -> None:
@@ -157,7 +158,7 @@ def test_a_failed_save_leaves_the_snapshot_in_memory_and_what_waits_for_it_goes_
     bench.feed(ev.SnapshotFailed(bench.attempt.id, "n1", "no", ACTOR0))
     bench.to_the_end()
     assert committed_steps(bench) == [1]
-    assert told(bench, "r").state in (SaveState.COMMITTED, SaveState.DURABLE)
+    assert told(bench, "r").state in COMMITTED_OR_BEYOND
 
 
 @pytest.mark.parametrize("how", ["restarted", "unheard", "resumed", "closed"])
