@@ -62,7 +62,7 @@ def state(rank: Rank) -> dict[str, Any]:
 
 
 def new_ranks(count: int, megabytes: float = 0.0) -> list[Any]:
-    ranks = [ray.remote(Rank).options(num_cpus=0).remote(rank, count, megabytes) for rank in range(count)]
+    ranks: list[Any] = [ray.remote(Rank).options(num_cpus=0).remote(rank, count, megabytes) for rank in range(count)]
     ray.get([rank.update.remote() for rank in ranks])
     return ranks
 

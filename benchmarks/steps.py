@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -58,7 +59,7 @@ def timed(count: int, call: Callable[[int], object]) -> list[float]:
 
 def measure(steps: int, saves: int) -> list[Spent]:
     with ray_of_its_own() as folder:
-        idle = ray.remote(Idle).options(num_cpus=0).remote()
+        idle: Any = ray.remote(Idle).options(num_cpus=0).remote()
         found = [Spent.of("one call to an actor", timed(steps, lambda _: ray.get(idle.nothing.remote())))]
         found += _led_by_a_driver(folder, steps, saves)
         ranks = new_ranks(MEMBERS)

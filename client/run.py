@@ -45,6 +45,7 @@ from .link import CALL_S, RETRY_S, CoordinatorLink
 log = logging.getLogger("lastgood")
 
 POLL_S = 15.0  # one long poll of SaveHandle.wait
+GRACE_S = 2.0  # for the answer of a poll whose time is up
 
 
 class SaveHandle:
@@ -53,6 +54,7 @@ class SaveHandle:
     def __init__(self, link: CoordinatorLink, request: SaveRequest, outcome: SaveOutcome) -> None:
         self._link = link
         self._request = request
+        self._asked_s = time.monotonic()
         self.outcome = outcome  # as last heard
 
     def __repr__(self) -> str:
@@ -70,10 +72,10 @@ class SaveHandle:
             left = until - time.monotonic()
             try:
                 self.outcome = self._link.call(
-                    "wait", self._request.request_id, wanted, max(0.0, min(left, POLL_S)), timeout_s=CALL_S
+                    "wait", self._request.request_id, wanted, max(0.0, min(left, POLL_S)), timeout_s=_bound(left)
                 )
             except UsageError:  # a restarted coordinator has not heard of it: served once, by its id
-                self.outcome = self._link.call("save", self._request, timeout_s=CALL_S)
+                self.outcome = self._link.call("save", self._again(), timeout_s=_bound(until - time.monotonic()))
             if self.outcome.failed:
                 raise SaveFailedError(
                     f"save of run {self._link.run} ({self._request.reason}) failed: {self.outcome.blame}. "
@@ -91,6 +93,18 @@ class SaveHandle:
                     f"{timeout_s:.0f} s.{waits} It goes on; wait again, or look at `lastgood status {self._link.run}`.",
                     waited_s=timeout_s,
                 )
+
+    def _again(self) -> SaveRequest:
+        """The request with what is left of its deadline."""
+        given_s = self._request.deadline_s
+        if given_s is None:
+            return self._request
+        return replace(self._request, deadline_s=max(0.001, given_s - (time.monotonic() - self._asked_s)))
+
+
+def _bound(left_s: float) -> float:
+    """Until a call that is part of a longer wait is given up: the wait must end when its own time is up."""
+    return min(CALL_S, max(0.0, left_s) + GRACE_S)
 
 
 class Run:

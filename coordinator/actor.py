@@ -182,6 +182,8 @@ class CoordinatorActor:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = Options.model_validate(options)
+        if ray.get_runtime_context().was_current_actor_reconstructed:  # takeover is for the attach that asked for it:
+            self._options = self._options.model_copy(update={"takeover": False})  # somebody may have taken over since
         self._service: Service | None = None
         self._boot: asyncio.Task[Service] | None = None
         self._ports: dict[str, RayStagerPort] = {}

@@ -63,19 +63,27 @@ class Driver(Engine):
         number = next(self._hellos)
         declarations = tuple(self.core.membership.declarations.values())
         asked_s = self._clock()
+        asked = self._holdings.ask()
         call = port.hello(self.settings.epoch, declarations)
         try:
             who = getattr(port, "name", "a stager")
             inventory = await answer_within(call, self.settings.deadlines.call_s, who, "hello")
+            return self._take_in(port, inventory, number, asked, asked_s)
         except FencedError as error:
             self._feed(ev.Fenced(str(error)))
             raise
+        finally:
+            self._holdings.answered(asked)
+
+    def _take_in(
+        self, port: ParticipantPort, inventory: Inventory, number: int, asked: int, asked_s: float
+    ) -> Inventory:
         node = inventory.node
         if self._last_hello.get(node, -1) > number:
             return inventory  # a hello that was sent later has been answered already
         self._last_hello[node] = number
         self._ports[node] = port
-        self._holdings.hear(inventory)
+        self._holdings.hear(inventory, asked)
         self._feed_requests(inventory)
         self._feed(ev.NodeHeard(inventory, asked_s))
         self._check_alive()
@@ -357,9 +365,8 @@ class Driver(Engine):
         self._check_alive()
 
     def collected(self, head: AttemptHead) -> None:
-        """Retention has deleted this checkpoint: in the store (a tombstone stands there) and on the nodes asked."""
+        """Retention has deleted this checkpoint in the store: a tombstone stands there, and nobody is offered it."""
         survey, attempt = self._survey, head.attempt
-        self._holdings.forget(attempt)
         self._learn(
             dataclasses.replace(
                 survey,
@@ -370,8 +377,12 @@ class Driver(Engine):
             )
         )
 
+    def collected_at(self, node: str, head: AttemptHead) -> None:
+        """A node holds nothing of a collected checkpoint any more."""
+        self._holdings.forget(node, head.attempt)
+
     def leftovers(self) -> dict[str, list[AttemptHead]]:
-        """Node -> checkpoints that it still holds though they were collected while it was away; collect them there."""
+        """Node -> collected checkpoints that it still holds: it was away or did not answer; collect them there."""
         left: dict[str, list[AttemptHead]] = {}
         for node, attempts in self._holdings.of(self.core.heard).items():
             for found in attempts:

@@ -25,20 +25,44 @@ class Holdings:
     def __init__(self) -> None:
         self.words: dict[str, tuple[str | None, str]] = {}  # attempt -> (tag, kind), of those whose manifest is known
         self._nodes: dict[str, dict[str, AttemptInventory]] = {}
+        self._incarnations: dict[str, str] = {}  # of the stagers that told it
+        self._noted: dict[tuple[str, str], int] = {}  # node, attempt -> the event that changed it last, by its number
+        self._events = 0
+        self._asked: set[int] = set()  # hellos that are not answered yet: the number of events when each was sent
 
-    def hear(self, inventory: Inventory) -> None:
-        """A node told what it holds."""
-        self._nodes[inventory.node] = {found.attempt: found for found in inventory.attempts}
+    def ask(self) -> int:
+        """A hello is sent; what is noted from here on, its answer may not know yet. To be given to `answered`."""
+        self._events += 1
+        self._asked.add(self._events)
+        return self._events
+
+    def answered(self, asked: int) -> None:
+        """The hello was answered, or never will be."""
+        self._asked.discard(asked)
+        if not self._asked:
+            self._noted.clear()
+
+    def hear(self, inventory: Inventory, asked: int) -> None:
+        """A node told what it holds, asked for by this hello."""
+        node, told = inventory.node, {found.attempt: found for found in inventory.attempts}
+        if self._incarnations.get(node) == inventory.incarnation:
+            before = self._nodes.get(node, {})
+            for attempt in [a for (at, a), when in self._noted.items() if at == node and when > asked]:
+                told.pop(attempt, None)
+                if attempt in before:
+                    told[attempt] = before[attempt]
+        self._nodes[node] = told
+        self._incarnations[node] = inventory.incarnation
 
     def lose(self, node: str) -> None:
         """Nobody knows what the node holds until it is heard again."""
         self._nodes.pop(node, None)
 
-    def forget(self, attempt: str) -> None:
-        """The attempt was collected on every node."""
-        self.words.pop(attempt, None)
-        for held in self._nodes.values():
-            held.pop(attempt, None)
+    def forget(self, node: str, attempt: str) -> None:
+        """The attempt was collected on this node."""
+        self._nodes.get(node, {}).pop(attempt, None)
+        if not any(attempt in held for held in self._nodes.values()):
+            self.words.pop(attempt, None)
 
     def of(self, heard: Collection[str]) -> dict[str, Iterable[AttemptInventory]]:
         """What each node that is heard holds."""
@@ -48,6 +72,9 @@ class Holdings:
         """Works in the outcome of a command to a node. Answers whether anything is different now."""
         if not isinstance(event, _TELLING) or event.node not in self._nodes:
             return False
+        if self._asked:
+            self._events += 1
+            self._noted[event.node, event.attempt] = self._events
         held = self._nodes[event.node]
         if isinstance(event, ev.Discarded):
             held.pop(event.attempt, None)

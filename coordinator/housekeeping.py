@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
 from ..storage.errors import FencedError, LastgoodError, StoreError, UsageError
@@ -54,18 +54,19 @@ class Housekeeping:
         self._epoch = led.settings.epoch
         self._next_owner_s = 0.0
         self.has_committed = False  # this incarnation has; retention waits for it
+        self.resuming = 0  # resumes under way: they may read any checkpoint that was there when they began
 
     async def run(self) -> None:
-        """Until it is cancelled or fenced. A store that is long to look through does not hold owner.json up."""
-        await asyncio.gather(self._sweep_abandoned(), self._rounds())
+        """Until it is cancelled or fenced. Neither a store that is long to look through, nor a deletion that is long,
+        nor a node that does not answer holds owner.json up: the run would look as if nobody led it."""
+        await asyncio.gather(self._sweep_abandoned(), self._rounds(self._tell_owner), self._rounds(self._collect))
 
-    async def _rounds(self) -> None:
+    async def _rounds(self, work: Callable[[], Awaitable[None]]) -> None:
         """A round that fails is logged, and the next one tries again."""
         while True:
             await asyncio.sleep(self._options.heartbeat_s)
             try:
-                await self._tell_owner()
-                await self._collect()
+                await work()
             except FencedError as error:
                 log.error("%s", error)
                 return
@@ -105,7 +106,7 @@ class Housekeeping:
 
         Only once this incarnation has committed: a run that is about to rewind may need any of them.
         """
-        if not self.has_committed:
+        if not self.has_committed or self.resuming:
             return
         for node, heads in self._led.leftovers().items():  # they were away when these were collected
             for head in heads:
@@ -115,6 +116,8 @@ class Housekeeping:
                 return
             self._led.collected(head)
         for checkpoint, reason in to_collect(self._led.checkpoints(), self._options.save_total_limit, self._protected):
+            if self.resuming:
+                return
             head = checkpoint.head
             if not await self._collect_in_store(head, reason):
                 return
@@ -140,9 +143,11 @@ class Housekeeping:
         except FencedError:
             raise
         except UsageError:
-            return  # it holds nothing of it
+            pass  # it holds nothing of it
         except LastgoodError as error:
             log.warning("node %s keeps attempt %s for now: %s", node, head.attempt, error)
+            return
+        self._led.collected_at(node, head)
 
     async def _at_store(self, doing: str, work: Callable[[], T]) -> T:
         return await self._lane.run(doing, work, STORE_S)

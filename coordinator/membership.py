@@ -115,6 +115,11 @@ class Membership:
                 return node
         return None
 
+    def gone_of(self, processes: Mapping[MemberId, str]) -> list[MemberId]:
+        """Members that are not registered any more, or by another process."""
+        now = {m: info.process for members in self.by_node.values() for m, info in members.items()}
+        return sorted(member for member, process in processes.items() if now.get(member) != process)
+
     def node_of(self, member: MemberId) -> str | None:
         """Where a member is registered."""
         return next((node for node, members in self.by_node.items() if member in members), None)

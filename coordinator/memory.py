@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING
 
 from .attempt import Attempt, Pending
-from .messages import Blame, SaveState
+from .messages import Blame, SaveKind, SaveState
 from .moves import COPYING, Cause
 
 if TYPE_CHECKING:
@@ -38,7 +38,12 @@ class Memory:
         self.supersede(attempt)
         self.held = attempt
         core.announce(attempt, SaveState.SNAPSHOT)
-        attempt.requests = []
+        attempt.requests = [p for p in attempt.requests if p.request.kind is not SaveKind.MEMORY]
+        if attempt.requests:  # they waited for the one before
+            self.want(attempt.requests[0].request.reason)
+        assert attempt.roster is not None
+        for member in core.membership.gone_of(attempt.roster.processes)[:1]:
+            self.lose_member(f"member {member} was gone before the copy was whole everywhere")
 
     def supersede(self, newer: Attempt) -> None:
         """A newer copy is whole: it serves whoever waits for the held one, which goes."""

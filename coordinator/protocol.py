@@ -237,9 +237,11 @@ class Protocol:
         attempt.phase_deadline_s = self.now_s + self.settings.deadlines.accept_s
         if self.foreground is attempt:
             self.foreground = None
-        if cause is Cause.FAILED:
+        if cause is Cause.FAILED and attempt.kind is not SaveKind.MEMORY:  # those have no commits to count anew from
             self.failures += 1
-        if not attempt.may_be_accepted:
+        if cause is Cause.WINDOW_CLOSED:
+            attempt.announced = SaveState.ABORTED  # no failure: its requests wait for the next window
+        elif not attempt.may_be_accepted:
             self.announce(attempt, SaveState.ABORTED)
         else:
             self.judge(attempt)
@@ -300,13 +302,18 @@ class Protocol:
             attempt.tag,
             blame=blame,
             in_doubt=in_doubt,
-            stop=failed and attempt.mine and self.stop,
+            stop=failed and attempt.mine and not attempt.superseded and self.stop,
             stall_s=attempt.stall_s,
         )
 
     def tell_joined(self, attempt: Attempt, pending: Pending) -> None:
         """Tells a request that joined an attempt how far that has come."""
-        self._out.append(self._announcement(attempt, attempt.announced, (pending.request.request_id,)))
+        doubt = attempt.phase is Phase.IN_DOUBT
+        why = decide(attempt.participants, attempt.records, attempt.proof, self.heard).reason if doubt else ""
+        if doubt and attempt.blame is None:
+            attempt.blame = Blame(attempt.phase.value, why)
+        ids = (pending.request.request_id,)
+        self._out.append(self._announcement(attempt, attempt.announced, ids, in_doubt=doubt, why=why))
 
     def say(self, command: cmd.Command) -> None:
         """Adds a command to the answer of the event at hand."""

@@ -89,6 +89,8 @@ class Requests:
         pending = self._pending(request)
         served = core.attempts.get(self._served.get(request.request_id, ""))
         if served is not None:
+            if not served.mine and request.request_id not in served.request_ids:
+                served.requests.append(pending)  # asked of the coordinator before this one: told what becomes of it
             core.tell_joined(served, pending)
             return
         if request.from_memory:

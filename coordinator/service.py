@@ -435,7 +435,7 @@ class Service:
 
     def _hear(self, announce: Announce) -> None:
         """What became of saves whose end_step has long returned: told with the next one."""
-        if announce.state is SaveState.COMMITTED:
+        if announce.state is SaveState.COMMITTED and announce.head is not None and announce.head.epoch == self.epoch:
             assert self._housekeeping is not None
             self._housekeeping.has_committed = True
         if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
@@ -532,11 +532,17 @@ class Service:
         if not await self._led.settle(remaining_s()):
             remaining_s()  # raises: the time is up
         restored = None
-        if mode != "none":
-            restored = await self._restore(mode, terms, remaining_s)
+        assert self._housekeeping is not None
+        self._housekeeping.resuming += 1  # nothing that it reads is collected meanwhile
+        try:
+            if mode != "none":
+                restored = await self._restore(mode, terms, remaining_s)
+            if restored is not None:
+                self._protected.add(restored.attempt)
+        finally:
+            self._housekeeping.resuming -= 1
         head = None
         if restored is not None:
-            self._protected.add(restored.attempt)
             head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
         self._led.resumed_from(head)
         self._knows_line = True

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -116,3 +117,17 @@ def test_what_was_made_inside_a_placement_group_outlives_it(world: World) -> Non
     assert (world.hello()["pid"], world.stager_pids()) == before
     world.run = lastgood.connect(world.name)
     assert world.durable(1).step == 1
+
+
+def test_taking_over_is_for_one_attach_and_not_for_a_coordinator_that_ray_restarts(world: World) -> None:
+    world.start(takeover=True)
+    world.run.resume()
+    world.step(1)
+    first = world.hello()
+    assert first["options"]["takeover"]
+    world.kill_coordinator()
+    again = world.hello()
+    assert again["epoch"] > first["epoch"]
+    assert not again["options"]["takeover"]  # somebody else may have taken over since
+    world.step(2)
+    assert world.committed(2)

@@ -291,6 +291,11 @@ class MemoryPort:
         self.images.pop(head.attempt, None)
         self.staged.pop(head.attempt, None)
 
+    async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
+        await self._pass("collect", epoch)
+        for held in (self.heads, self.records, self.staged, self.completed):
+            held.pop(head.attempt, None)
+
 
 def content(record: ShardRecord) -> bytes:
     return f"{record.role}{record.rank}{record.component}".encode().ljust(record.nbytes, b"-")

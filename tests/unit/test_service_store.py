@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.coordinator.messages import AttemptHead
+from lastgood.coordinator.commands import Announce
+from lastgood.coordinator.messages import AttemptHead, SaveState
 from lastgood.coordinator.options import Options
 from lastgood.coordinator.ownership import Identity
 from lastgood.coordinator.ports import Notice, Notices, StagerPort
@@ -111,6 +112,19 @@ def test_a_coordinator_finishes_a_collection_that_an_earlier_one_began(
 
     asyncio.run(scene())
     assert list(store.list(f"{PATHS.step_dir(3)}/")) == [PATHS.completed(3, "A3")]
+
+
+@pytest.mark.parametrize(("epoch", "begins"), [(0, False), (1, True)], ids=["an earlier one's", "its own"])
+def test_retention_begins_with_a_commit_of_this_incarnation(tmp_path: Path, epoch: int, begins: bool) -> None:
+    async def scene() -> bool:
+        service = await alone(tmp_path)
+        service._hear(Announce(SaveState.COMMITTED, (), AttemptHead("A3", 3, epoch, 3)))
+        assert service._housekeeping is not None
+        has_committed = service._housekeeping.has_committed
+        await service.end()
+        return has_committed
+
+    assert asyncio.run(scene()) is begins
 
 
 def test_a_cluster_that_does_not_answer_holds_up_nothing_but_the_look_for_notices(tmp_path: Path) -> None:
