@@ -26,7 +26,15 @@ from ..coordinator.outcomes import DrainOutcome, StepOutcome
 from ..coordinator.ray_names import session_dir
 from ..coordinator.restore import Restored, ResumeTermsOrder
 from ..coordinator.versions import versions
-from ..storage.errors import DeadlineError, LastgoodError, MembershipError, OptionsError, SaveFailedError, UsageError
+from ..storage.errors import (
+    DeadlineError,
+    LastgoodError,
+    MembershipError,
+    NotACheckpointError,
+    OptionsError,
+    SaveFailedError,
+    UsageError,
+)
 from ..storage.ids import ulid
 from ..storage.layout import check_name
 from ..workers.install import agent_of, leave
@@ -41,6 +49,7 @@ log = logging.getLogger("lastgood")
 
 POLL_S = 2.0  # one long poll while the others join
 RETELL_S = 1.0  # between two reports of a rank that waits for its grant
+CHECK_S = 5.0  # for the question whether this rank still counts, before it goes on alone
 
 
 def member(
@@ -121,7 +130,8 @@ class LedMember:
         before the first step, also to start from scratch. Raises what Run.resume raises, UsageError when ranks ask for
         different things, DeadlineError naming ranks that did not call it within resume_deadline_s.
         """
-        if hasattr(mode, "as_directory"):
+        named = hasattr(mode, "as_directory")
+        if named:
             with mode.as_directory() as folder:
                 mode = train_pointer.read(Path(folder))
         deadline_s = self.options.resume_deadline_s
@@ -129,8 +139,15 @@ class LedMember:
         terms = ResumeTermsOrder(deadline_s, changes, {**self.options.on_reshard, **(on_reshard or {})})
         chosen = resume_mode(self.options.resume if mode is None else mode)
         after = None if self._line is None else self._line.key
-        arguments = (self._member.id, self._membership, after, chosen, terms)
-        line: Line = self._link.call("resume_together", *arguments, timeout_s=deadline_s + CALL_S)
+        arguments = (self._member.id, self._membership, after)
+        line: Line
+        try:
+            line = self._link.call("resume_together", *arguments, chosen, terms, timeout_s=deadline_s + CALL_S)
+        except NotACheckpointError as error:
+            if not named or not error.facts.get("collected"):
+                raise
+            log.warning("what Ray Train names was collected since, the newest is taken: %s", error)
+            line = self._link.call("resume_together", *arguments, "auto", terms, timeout_s=deadline_s + CALL_S)
         self._line = line
         self._member.pace.open(line)
         self._next_step = line.step + 1
@@ -199,6 +216,8 @@ class LedMember:
             if self._alone and pace.silent_s() < limit_s:
                 self._alone = False  # somebody leads again
             elif self._alone or (silent_s > limit_s and not self._member.gate.copies):
+                if not self._alone:
+                    self._check_still_counts()
                 self._alone = True
                 sentence = (
                     f"step {step}: {self._member.id} goes on unsaved, the coordinator has not been heard for "
@@ -210,6 +229,17 @@ class LedMember:
             self._stager.tell(report, again=True)
         self._alone = False
         return time.monotonic() - began
+
+    def _check_still_counts(self) -> None:
+        """Raises MembershipError when this rank hears nothing because others have joined since."""
+        assert self._line is not None
+        arguments = (self._member.id, self._membership, self._line.crew)
+        try:
+            self._link.call("still_counts", *arguments, timeout_s=CHECK_S)
+        except MembershipError:
+            raise
+        except LastgoodError as error:
+            log.debug("nobody tells whether this rank still counts: %s", error)
 
     def _outcome(self, step: int, told: list[StepOutcome], failures: list[str], waited_s: float) -> StepOutcome:
         """What is told of this step, with whatever failed since the last."""

@@ -323,6 +323,9 @@ class CoordinatorActor:
     ) -> Line:
         return await (await self._ready()).member_led.resume(member, membership, after, mode, terms)
 
+    async def still_counts(self, member: MemberId, membership: str, crew: tuple[str, ...]) -> None:
+        (await self._ready()).member_led.check_counts(member, membership, crew)
+
     async def report(self, reports: Sequence[RankReport]) -> None:
         (await self._ready()).member_led.report(reports)
 

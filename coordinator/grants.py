@@ -126,7 +126,8 @@ class Grants:
         if target == self.granted:
             return None
         self.granted = target
-        return GrantTo(target, target - ahead // 2)
+        # One that was given up reports at its next end_step, so that cuts wait for it again.
+        return GrantTo(target, 0 if self.absent else target - ahead // 2)
 
     def _ahead(self) -> int:
         """Steps to grant beyond the fastest rank, by the pace of the slowest."""

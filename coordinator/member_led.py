@@ -28,7 +28,7 @@ from ..storage.ids import ulid
 from .grants import CutAt, GiveUp, Grants, GrantTo
 from .joining import Joining
 from .messages import Blame, Grant, Inventory, Line, MemberId, Progress, RankClaim, RankReport, RoleDeclaration
-from .names import MEMBERS_LEAD
+from .names import driver_of_led, is_led
 from .outcomes import DrainOutcome, StepOutcome
 from .restore import ResumeTermsOrder
 
@@ -43,6 +43,7 @@ POLL_S = 0.1
 GONE_S = 15.0  # how long a join waits for the processes before it to be gone
 GRANT_S = 30.0  # until a grant that a stager did not take counts as lost; the next beat brings it again
 LEAVE_S = 10.0  # how long the end of the run waits for the last members to leave
+TELL_S = 90.0  # beyond its deadline, for what all ranks wait for to tell why it is late
 
 
 @dataclass
@@ -52,6 +53,8 @@ class _Together:
     began_s: float
     answer: asyncio.Future[Any]
     asked: dict[MemberId, Any] = field(default_factory=dict)  # member -> with which arguments
+    memberships: set[str] = field(default_factory=set)  # of those who asked
+    work: asyncio.Future[None] | None = None
 
 
 class MemberLed:
@@ -74,6 +77,7 @@ class MemberLed:
         self._finishing = False
         self._wake = asyncio.Event()
         self._booted_s = time.monotonic()
+        self._missing_since: dict[str, float] = {}  # members that closing waits for -> since when they are not there
 
     def works(self) -> tuple[Awaitable[None], ...]:
         """What runs in the background, from the end of boot on."""
@@ -93,7 +97,12 @@ class MemberLed:
     def _roles(self) -> dict[str, RoleDeclaration]:
         """The declared roles whose members lead."""
         declared = self._driver.core.membership.declarations
-        return {role: told for role, told in declared.items() if told.driver == MEMBERS_LEAD}
+        return {role: told for role, told in declared.items() if is_led(told.driver)}
+
+    @property
+    def leads(self) -> bool:
+        """Whether the run has members that lead."""
+        return bool(self._roles)
 
     @property
     def _crew(self) -> tuple[str, ...]:
@@ -124,7 +133,7 @@ class MemberLed:
 
     def refuse_another_driver(self, declaration: RoleDeclaration) -> None:
         """Raises UsageError when a driver declares a role of a run that its live members lead."""
-        if declaration.driver != MEMBERS_LEAD and self.live():
+        if not is_led(declaration.driver) and self.live():
             raise UsageError(
                 f"run {self._service.options.run} is led by its members ({len(self.live())} live processes called "
                 "lastgood.member). Nothing was touched. Use either a driver (attach) or member-led ranks for one run; "
@@ -167,30 +176,26 @@ class MemberLed:
             if time.monotonic() - began_s > GONE_S:
                 joining.refusal = UsageError(
                     f"run {self._service.options.run} is led by other live processes ({', '.join(others[:4])}). "
-                    "Nothing was touched. End them first, choose another run name, or pass takeover=True.",
+                    "Nothing was touched. A member-led run has one role: end them first, choose another run name for "
+                    f"role {joining.role}, let a driver lead several roles, or pass takeover=True.",
                     run=self._service.options.run,
                 )
             return
         claim = next(iter(joining.places.values())).claim
         joining.membership = ulid()
         log.info("role %s: all %d ranks have joined", joining.role, claim.world_size)
-        declaration = RoleDeclaration(
-            joining.role, claim.world_size, claim.components, joining.membership, MEMBERS_LEAD
-        )
+        driver = driver_of_led(joining.role)
+        declaration = RoleDeclaration(joining.role, claim.world_size, claim.components, joining.membership, driver)
         await self._service.declare(declaration)
 
     def _others(self, joining: Joining) -> list[str]:
-        """Live members that would be put out: of the same role, or of a run with a driver."""
-        declared = self._driver.core.membership.declarations
+        """Live members that would be put out: of this role, of another that leads itself, of a run with a driver."""
+        roles = {joining.role, *self._driver.core.membership.declarations}
         return [
             f"{info.member} pid {info.pid}"
             for infos in self._service.members.values()
             for info in infos
-            if info.process not in joining.processes
-            and (
-                info.member.role == joining.role
-                or (info.member.role in declared and declared[info.member.role].driver != MEMBERS_LEAD)
-            )
+            if info.process not in joining.processes and info.member.role in roles
         ]
 
     async def joined(self, role: str, membership: str, wait_s: float) -> tuple[str, ...] | None:
@@ -214,17 +219,21 @@ class MemberLed:
     # -- what all ranks ask for together
 
     async def _together(
-        self, slot: _Together | None, member: MemberId, arguments: Any, deadline_s: float, what: str
+        self, slot: _Together | None, member: MemberId, membership: str, arguments: Any, deadline_s: float, what: str
     ) -> Any:
         """Waits until whoever does it has answered. Raises its error, or DeadlineError naming who did not ask."""
         assert slot is not None
         slot.asked[member] = arguments
+        slot.memberships.add(membership)
         self._wake.set()
         left_s = slot.began_s + deadline_s - time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.shield(slot.answer), max(0.0, left_s))
         except asyncio.TimeoutError:
             late = [str(each) for each in self._expected() if each not in slot.asked]
+            if not late:  # it is under way with the same deadline, and knows what it waits for
+                with contextlib.suppress(asyncio.TimeoutError):
+                    return await asyncio.wait_for(asyncio.shield(slot.answer), TELL_S)
             who = f"{', '.join(late)} did not call {what}" if late else f"{what} is not over"
             error = DeadlineError(
                 f"{what} of run {self._service.options.run}: after {deadline_s:.0f} s {who}. What is committed stands. "
@@ -240,6 +249,16 @@ class MemberLed:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.exception())  # all who asked may have died
         return _Together(time.monotonic(), answer)
+
+    def _current(self, slot: _Together | None) -> _Together | None:
+        """The same, unless one who asked was replaced since: then it is over, and what others ask begins anew."""
+        if slot is None or slot.memberships <= set(self._crew):
+            return slot
+        if slot.work is not None:
+            slot.work.cancel()
+        if not slot.answer.done():
+            slot.answer.set_exception(MembershipError("other processes have joined since. End this process."))
+        return None
 
     # -- resume
 
@@ -257,16 +276,22 @@ class MemberLed:
         again. Raises as Service.resume, UsageError when the ranks ask for different things.
         """
         self._check_member(member, membership)
-        if self._line is None:
-            self._adopt()
+        while self._line is None and not self._adopt() and self._may_adopt():
+            await asyncio.sleep(POLL_S)  # some may have been told a line that began just before a restart
+        self._check_member(member, membership)
         line = self._line
         if line is not None and line.crew == self._crew and (after is None or line.key > after):
             return line
+        self._drop_replaced()
         if self._resuming is None or self._resuming.answer.done():
             self._resuming = self._new_together()
-            self._service.background(self._resume(self._resuming))
+            self._resuming.work = self._service.background(self._resume(self._resuming))
         arguments = (mode, terms)
-        return await self._together(self._resuming, member, arguments, terms.deadline_s, "resume()")
+        return await self._together(self._resuming, member, membership, arguments, terms.deadline_s, "resume()")
+
+    def _drop_replaced(self) -> None:
+        """What processes that were replaced had asked for is given up."""
+        self._resuming, self._closing = self._current(self._resuming), self._current(self._closing)
 
     async def _resume(self, slot: _Together) -> None:
         try:
@@ -324,6 +349,10 @@ class MemberLed:
                 self._heard = grant
                 self._wake.set()
 
+    def _may_adopt(self) -> bool:
+        """Whether there is a line to take over once its members are here."""
+        return self._heard is not None and self._heard.line.crew == self._crew and not self._resuming_now
+
     def _adopt(self) -> bool:
         """Takes over the line that the coordinator before this one led, once all its members are here.
 
@@ -377,6 +406,9 @@ class MemberLed:
                 await asyncio.sleep(TICK_S)
 
     async def _go_on(self) -> None:
+        self._drop_replaced()
+        if self._driver.core.fenced is not None:
+            self._driver.fence(self._driver.core.fenced)  # raises
         if self._line is not None and self._line.crew != self._crew:
             self._line = self._grants = self._grant = None  # other ranks have joined: they resume first
         if self._adopt() and self._grant is not None:
@@ -401,7 +433,7 @@ class MemberLed:
     async def _carry_out(self, grants: Grants, line: Line, decision: GrantTo | CutAt | GiveUp) -> None:
         if isinstance(decision, CutAt):
             metrics = self._metrics_of(decision.step)
-            outcome = await self._service.cut(decision.step, metrics, line.newest)
+            outcome = await self._service.cut(decision.step, metrics, line.after)
             await self._driver.forget_window()
             self._tell(outcome)
             grants.cut_done(decision.step)
@@ -490,17 +522,18 @@ class MemberLed:
         when the last step could not be committed, DeadlineError naming who did not call close().
         """
         self._check_member(member, membership)
+        self._drop_replaced()
         if self._closing is None:
             self._closing = self._new_together()
-            self._service.background(self._close(self._closing, timeout_s))
+            self._closing.work = self._service.background(self._close(self._closing, timeout_s))
         slot = self._closing
-        drained = await self._together(slot, member, (last_step, save_last), timeout_s, "close()")
+        drained = await self._together(slot, member, membership, (last_step, save_last), timeout_s, "close()")
         return drained, member == min(slot.asked)
 
     async def _close(self, slot: _Together, timeout_s: float) -> None:
         try:
             while not slot.answer.done():
-                gone = set(self._service.missing().members)
+                gone = self._gone()
                 if all(member in slot.asked or str(member) in gone for member in self._expected()):
                     slot.answer.set_result(await self._finish(slot, timeout_s))
                     return
@@ -510,8 +543,19 @@ class MemberLed:
                 slot.answer.set_exception(error)
         finally:
             self._finishing = False
-            if not slot.answer.done() or slot.answer.exception() is not None or not slot.answer.result().drained:
+            if self._closing is not slot:
+                pass  # other processes have joined since
+            elif not slot.answer.done() or slot.answer.exception() is not None or not slot.answer.result().drained:
                 self._closing = None  # nothing was ended: it may be asked again, and training may go on
+
+    def _gone(self) -> set[str]:
+        """Members that will not ask any more. Those whose stager or coordinator was restarted register again."""
+        missing = set(self._service.missing().members)
+        now_s = time.monotonic()
+        self._missing_since = {name: self._missing_since.get(name, now_s) for name in missing}
+        limit_s = self._service.options.return_deadline_s
+        returning = set(self._service.returning()) if now_s - self._booted_s > limit_s else missing
+        return {name for name in missing if name not in returning or now_s - self._missing_since[name] > limit_s}
 
     async def _finish(self, slot: _Together, timeout_s: float) -> DrainOutcome:
         self._finishing = True
@@ -530,10 +574,10 @@ class MemberLed:
             line = self._heard.line
         progress = Progress()
         if line is not None and save_last and step > line.step:
-            saved = self._service.saved_before(step, Progress(newest=line.newest))
+            saved = self._service.saved_before(step, Progress(newest=line.after))
             progress = Progress(last_step=step, saved=saved)
             if saved is None:
-                await self._driver.reopen_window(step)
+                await self._service.reopen(step)
         return await self._service.finish(self._left_s(slot, timeout_s), ulid(), progress)
 
     async def end(self) -> None:
@@ -543,6 +587,17 @@ class MemberLed:
             await asyncio.sleep(POLL_S)
             await self._service.refresh()
         await self._service.end()
+
+    def check_counts(self, member: MemberId, membership: str, crew: tuple[str, ...]) -> None:
+        """Raises MembershipError when a rank is not led any more, since others have joined."""
+        self._check_member(member, membership)
+        if crew != self._crew:
+            raise MembershipError(
+                f"{member}: members of roles {', '.join(sorted(self._roles))} of run {self._service.options.run} have "
+                "joined since the last resume, so nothing is saved. Call resume() on every rank of every role, after "
+                "all have joined.",
+                member=str(member),
+            )
 
     def _check_member(self, member: MemberId, membership: str) -> None:
         declared = self._roles.get(member.role)

@@ -235,6 +235,11 @@ class Line:
         """What orders lines: a later resume has a higher one."""
         return (self.epoch, self.number)
 
+    @property
+    def after(self) -> tuple[int, int]:
+        """Every checkpoint of this line has a higher (epoch, sequence); also than those that nobody had heard of."""
+        return max(self.newest, (self.epoch, 0))
+
 
 @dataclass(frozen=True)
 class Grant:

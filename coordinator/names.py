@@ -4,7 +4,7 @@ from __future__ import annotations
 
 NAMESPACE = "lastgood"
 DRIVER_ROLE = "trainer"  # of the process that called attach
-MEMBERS_LEAD = "the members"  # RoleDeclaration.driver of every role of a member-led run
+_MEMBERS_OF = "the members of "
 
 
 def coordinator_name(run: str) -> str:
@@ -20,3 +20,13 @@ def stager_prefix(run: str) -> str:
 def stager_name(run: str, ray_node_id: str) -> str:
     """The run's stager on one Ray node."""
     return f"{stager_prefix(run)}{ray_node_id}"
+
+
+def driver_of_led(role: str) -> str:
+    """RoleDeclaration.driver of a role whose members lead; each role has another, so the next one takes its place."""
+    return f"{_MEMBERS_OF}{role}"
+
+
+def is_led(driver: str) -> bool:
+    """Whether a RoleDeclaration.driver says that the role's own members lead."""
+    return driver.startswith(_MEMBERS_OF)

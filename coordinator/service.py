@@ -275,11 +275,11 @@ class Service:
         Until `until` on the monotonic clock at most; a member that its living stager has seen die is not waited for.
         """
         await self.refresh()
-        while self._returning() and time.monotonic() < until:
+        while self.returning() and time.monotonic() < until:
             await asyncio.sleep(RETURN_POLL_S)
             await self.refresh()
 
-    def _returning(self) -> list[str]:
+    def returning(self) -> list[str]:
         """Members that may be back in a moment: their stager does not answer, or is another one than they knew."""
         missing = set(self.missing().members)
         return [
@@ -320,7 +320,7 @@ class Service:
     async def cut(self, step: int, metrics: Mapping[str, float], after: tuple[int, int]) -> StepOutcome:
         """As end_step, of a step that every member has marked by itself and at whose end all of them wait.
 
-        `after`: (epoch, sequence) of the newest checkpoint when this line of the run began.
+        `after`: all checkpoints of this line of the run are above this (epoch, sequence).
         """
         saved = self.saved_before(step, Progress(newest=after))
         began, incarnations = time.monotonic(), dict(self._incarnations)
@@ -346,6 +346,22 @@ class Service:
                 outcome = await open_window(step, metrics, decision, memory)  # a stager was restarted
         told = self._told(outcome, decision, time.monotonic() - began)
         return told if saved is None else replace(told, saved=saved)
+
+    async def reopen(self, step: int) -> None:
+        """Opens the window of the last step, which every member has marked by itself. Raises SaveFailedError."""
+        began, incarnations = time.monotonic(), dict(self._incarnations)
+        outcome = await self._led.reopen_window(step)
+        if not outcome.opened:
+            await self._await_return(began + self.options.return_deadline_s)
+            if self._incarnations != incarnations and not self.missing().members:
+                outcome = await self._led.reopen_window(step)  # a stager was restarted
+        if not outcome.opened:
+            raise SaveFailedError(
+                f"the last step {step} of run {self.options.run} is not committed: {outcome.blame}. The previous "
+                "checkpoint stands; nothing was ended. Call close() again, or close(save_last=False) to end without "
+                "it.",
+                step=step,
+            )
 
     async def miss(self, step: int, node: str, blame: Blame) -> StepOutcome:
         """The end of `step` is not there to be saved; whatever was to be saved at it has failed."""
@@ -476,11 +492,13 @@ class Service:
             if outcome.waits_for is None:  # else it waits for an end_step that will not come
                 outcome = await self._led.wait(request_id, SaveState.COMMITTED, max(0.0, until - time.monotonic()))
             if not outcome.committed:
+                mend = f"Call end_step({progress.last_step}) once more and then close()"
+                if self.member_led.leads:
+                    mend = "Call close() again"
                 raise SaveFailedError(
                     f"the last step {progress.last_step} of run {self.options.run} is not committed: "
                     f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands; "
-                    f"nothing was ended. Call end_step({progress.last_step}) once more and then close(), or "
-                    "close(save_last=False) to end without it.",
+                    f"nothing was ended. {mend}, or close(save_last=False) to end without it.",
                     step=progress.last_step,
                 )
         self._led.drop_memory("the run was closed")
@@ -524,9 +542,12 @@ class Service:
         await self.refresh()
         missing = self.missing().members
         if missing:
+            mend = "Call add_members again for the roles whose actors were replaced."
+            if self.member_led.leads:
+                mend = "Start the whole group again: every rank calls lastgood.member and resume."
             raise MembershipError(
                 f"resume needs every member, and {', '.join(missing)} of run {self.options.run} are not there. "
-                "Nothing was touched. Call add_members again for the roles whose actors were replaced.",
+                f"Nothing was touched. {mend}",
                 missing=missing,
             )
         if not await self._led.settle(remaining_s()):
@@ -627,11 +648,12 @@ class Service:
 
     # -- background
 
-    def background(self, work: Awaitable[None]) -> None:
+    def background(self, work: Awaitable[None]) -> asyncio.Future[None]:
         """Runs something beside the answers; it must not raise."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _watch_over(self) -> None:
         """Every heartbeat: notices stagers that stop or come back, ends when nobody is left. Asks the store nothing."""
