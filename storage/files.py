@@ -16,10 +16,12 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests, block_ranges, hash_block
+from .crew import Crew
+from .digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests, block_ranges
+from .direct import PAGE_BYTES, DirectMode, whole_pages_bytes
 from .errors import IntegrityError, LastgoodError, StagingError
 from .failpoints import failpoint
 from .ids import ulid
@@ -227,9 +229,15 @@ class WriteProgress:
     """How far one write has come, for others to look at while it runs, or to end it before its next piece."""
 
     def __init__(self) -> None:
-        self.done_bytes = 0
+        self.done_bytes = 0  # of pieces that are written, wherever in the file they lie
         self.ended = False  # it is over, well or not
         self._given_up = threading.Event()
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Another piece is written. Any thread may tell."""
+        with self._lock:
+            self.done_bytes += nbytes
 
     def give_up(self) -> None:
         """Nobody needs the file any more: the write ends with StagingError at its next piece."""
@@ -253,15 +261,17 @@ def write_image(
     *,
     block_bytes: int = DEFAULT_BLOCK_BYTES,
     threads: int = DEFAULT_THREADS,
+    start_thread: Callable[[], None] = lambda: None,
     sync_directory: bool = True,
     progress: WriteProgress | None = None,
 ) -> BlockDigests:
-    """Writes a shard file from memory, hashing its blocks on `threads` threads meanwhile; whole and fsynced at return.
+    """Writes a shard file from memory on `threads` threads while as many hash it; whole and fsynced at return.
 
-    The file has its name only once it is whole; one that stood there is replaced. The caller may not change the
-    buffer until this returns. With `sync_directory=False` the caller owes fsync_dir(path.parent) before it tells.
-    Raises StagingError with path, done_bytes, errno and free_bytes, or without errno once `progress` was given up; the
-    partial file is removed.
+    A buffer that begins at a page is written past the page cache where the file system can (see direct.py). Each thread
+    calls `start_thread` first. The file has its name only once it is whole; one that stood there is replaced. The
+    caller may not change the buffer until this returns. With `sync_directory=False` the caller owes
+    fsync_dir(path.parent) before it tells. Raises StagingError with path, done_bytes, errno and free_bytes, or without
+    errno once `progress` was given up; no thread writes any more then, and the partial file is removed.
     """
     view = memoryview(buffer).cast("B")
     temporary = temporary_beside(path)
@@ -270,7 +280,12 @@ def write_image(
         failpoint("storage.write_image.begin")
         progress.check(path, len(view))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        digests = _write_and_hash(fd, view, path, block_bytes, threads, progress)
+        with _closing(fd), Crew(threads, start_thread) as crew:
+            _preallocate(fd, len(view))
+            _write_pieces(fd, view, path, block_bytes, crew, progress)
+            failpoint("storage.write_image.before_fsync")
+            os.fsync(fd)
+            digests = BlockDigests.of_blocks(len(view), block_bytes, crew.digests())
         temporary.replace(path)
         if sync_directory:
             fsync_dir(path.parent)
@@ -292,33 +307,42 @@ def write_image(
     return digests
 
 
-def _write_and_hash(
-    fd: int, view: memoryview, path: Path, block_bytes: int, threads: int, progress: WriteProgress
-) -> BlockDigests:
-    """Writes and fsyncs on this thread while others hash; closes `fd`. `path` is for errors."""
-    with ThreadPoolExecutor(max(1, threads), "lastgood-hash") as pool:
-        hashes: list[Future[str]] = []
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    """Closes `fd` at the end. That may be what reports a full disk; after another error it is a note of that one."""
+    try:
+        yield
+    except BaseException as error:
         try:
-            try:
-                _preallocate(fd, len(view))
-                hashes += [pool.submit(hash_block, view, *part) for part in block_ranges(len(view), block_bytes)]
-                middle = len(view) // 2
-                for begin in range(0, len(view), WRITE_BYTES):
-                    progress.check(path, len(view))
-                    piece = view[begin : begin + WRITE_BYTES]
-                    if begin <= middle < begin + len(piece):
-                        failpoint("storage.write_image.middle")
-                    write_all(fd, piece, begin)
-                    progress.done_bytes += len(piece)
-                failpoint("storage.write_image.before_fsync")
-                os.fsync(fd)
-            finally:
-                os.close(fd)  # may be the one to report a full disk
-        except BaseException:
-            for future in hashes:
-                future.cancel()
-            raise
-        return BlockDigests.of_blocks(len(view), block_bytes, tuple(future.result() for future in hashes))
+            os.close(fd)
+        except OSError as second:
+            error.add_note(f"Closing the file failed as well: {_name(second)}.")
+        raise
+    os.close(fd)
+
+
+def _write_pieces(fd: int, view: memoryview, path: Path, block_bytes: int, crew: Crew, progress: WriteProgress) -> None:
+    """Writes it all, whole pages directly if possible; the crew still hashes when this returns. Raises OSError."""
+    mode = DirectMode(fd, path)
+    direct_bytes = whole_pages_bytes(view)
+    if direct_bytes and not mode.turn_on():
+        direct_bytes = 0
+
+    def write(begin: int, end: int) -> None:
+        progress.check(path, len(view))
+        if begin <= len(view) // 2 < end:
+            failpoint("storage.write_image.middle")
+        mode.attempt(lambda: write_all(fd, view[begin:end], begin))
+        progress.add(end - begin)
+
+    if direct_bytes:
+        piece_bytes = max(PAGE_BYTES, WRITE_BYTES - WRITE_BYTES % PAGE_BYTES)
+        crew.work(view, block_bytes, list(block_ranges(direct_bytes, piece_bytes)), write, at_once=True)
+        mode.turn_off()
+        if direct_bytes < len(view):
+            write(direct_bytes, len(view))
+    else:  # one thread: the kernel lets one at a time copy into a file's pages
+        crew.work(view, block_bytes, list(block_ranges(len(view), WRITE_BYTES)), write, at_once=False)
 
 
 def _preallocate(fd: int, nbytes: int) -> None:

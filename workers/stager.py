@@ -32,7 +32,7 @@ from ..coordinator.messages import (
     RoleDeclaration,
     SnapshotOrder,
 )
-from ..storage.digest import DEFAULT_BLOCK_BYTES, BlockDigests
+from ..storage.digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests
 from ..storage.errors import (
     DeadlineError,
     LastgoodError,
@@ -52,6 +52,7 @@ from .disk import NodeDisk
 from .finder import Finder, PeerRead
 from .images import Image, ImageRoom, ImageState
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
+from .priority import lower_this_thread
 from .processes import Processes
 from .slots import Slots
 from .snapshots import StandingSnapshot
@@ -82,7 +83,8 @@ class StagerConfig:
     address: str  # host name and directory, for reports
     block_bytes: int = DEFAULT_BLOCK_BYTES
     images_per_component: int = 1  # 2: the newest snapshot stays in memory while the next is copied
-    write_threads: int = 2
+    shards_at_once: int = 2  # of those that are written
+    threads_per_shard: int = DEFAULT_THREADS  # that write it, and as many that hash it
 
 
 class Stager:
@@ -109,7 +111,7 @@ class Stager:
         self._deliveries: set[asyncio.Task[None]] = set()
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
-        self._writers = asyncio.Semaphore(config.write_threads)
+        self._writers = asyncio.Semaphore(config.shards_at_once)
         self._disk_lane = Lane(f"the staging disk of node {self.node} at {config.staging}", DISK_THREADS, StagingError)
         self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
         self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
@@ -393,7 +395,14 @@ class Stager:
         """Writes one shard; blocks. However it ends, `progress.ended` is set."""
         try:
             place = self._disk.shard_file(head, path)
-            return write_image(payload, place, block_bytes=self._config.block_bytes, progress=progress)
+            return write_image(
+                payload,
+                place,
+                block_bytes=self._config.block_bytes,
+                threads=self._config.threads_per_shard,
+                start_thread=lower_this_thread,
+                progress=progress,
+            )
         finally:
             progress.ended = True
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from lastgood.coordinator import epochs
 from lastgood.coordinator.messages import AttemptHead, MemberId, MemberInfo, MemberReport, RoleDeclaration
 from lastgood.coordinator.remote import Remote
-from lastgood.storage import ids, layout, store
+from lastgood.storage import files, ids, layout, store
 from lastgood.storage.errors import StagingError
 from lastgood.storage.layout import RunPaths
 from lastgood.storage.store import FileStore
@@ -34,7 +34,7 @@ NODES = ("n1", "n2")
 DISKS = ("n1", "n2", "nas")
 STORE = "nas/store"
 BLOCK_BYTES = 4096
-SHARD_BYTES = 10_000  # three blocks
+SHARD_BYTES = 10_000  # three blocks: two pieces that are written directly, and a tail that is not
 MEMBERS = {"n1": MemberId("actor", 0), "n2": MemberId("trainer", 0)}
 COMPONENTS = {"n1": ("model", "optimizer"), "n2": ("cursor",)}
 COMMITTED_AT = "2031-05-06T07:08:10.000Z"
@@ -51,7 +51,10 @@ def make_disks(root: Path) -> None:
 
 
 def steady(seed: int) -> None:
-    """Ids and times that depend on the seed only, in this process from now on: equal runs leave equal bytes."""
+    """Ids and times that depend on the seed only, in this process from now on: equal runs leave equal bytes.
+
+    A shard is written in several pieces then, small as it is.
+    """
     moments, numbers = itertools.count(1_900_000_000), itertools.count(1)
 
     def clock() -> float:
@@ -64,6 +67,7 @@ def steady(seed: int) -> None:
     NodeDisk.__init__.__defaults__ = (clock,)
     epochs.claim_epoch.__defaults__ = (clock,)
     time.time = clock
+    files.WRITE_BYTES = BLOCK_BYTES
 
 
 @contextlib.contextmanager
@@ -123,7 +127,10 @@ class Stagers:
     def open(self, name: str) -> Stager:
         """Starts the stager of one disk."""
         where = self.place.staging(name)
-        config = StagerConfig(RUN, where, self.place.images, "a stager", name, BLOCK_BYTES, write_threads=1)
+        # One thread: several would write in an order that no two tellings share.
+        config = StagerConfig(
+            RUN, where, self.place.images, "a stager", name, BLOCK_BYTES, shards_at_once=1, threads_per_shard=1
+        )
         stager = Stager(config, self.place.store, _no_peer, lambda: None)
         self.of[name] = stager
         return stager

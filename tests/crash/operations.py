@@ -7,6 +7,7 @@ are replaced (pathlib and shutil use them), and `io.open` for files that are wri
 from __future__ import annotations
 
 import builtins
+import fcntl
 import io
 import os
 import stat
@@ -16,6 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from lastgood.storage.direct import PAGE_BYTES
 
 DELETED = " (deleted)"  # how /proc shows an open file without a name
 
@@ -36,6 +41,7 @@ class Operation:
     at: int = 0
     data: bytes = b""
     size: int = 0
+    direct: bool = False  # a write past the page cache: no more durable than another, before an fsync
 
     def __str__(self) -> str:
         facts = f" -> {self.other}" if self.other else f" [{len(self.data)} bytes at {self.at}]" if self.data else ""
@@ -175,10 +181,18 @@ class Layer:
         place = self.inside(fd)
         if place is None:
             return write(fd, data)
-        plain = bytes(data)
-        half = plain[: len(plain) // 2]
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if direct and (
+            np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES or at % PAGE_BYTES or len(data) % PAGE_BYTES
+        ):
+            raise AssertionError(f"a direct write of {len(data)} bytes at {at}, not of whole pages: a disk refuses it")
+
+        def half() -> None:  # its process ends with it, so the mode of the file does not matter any more
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            write(fd, memoryview(data)[: len(data) // 2])
+
         return self._see(
-            Operation("write", place, at=at, data=plain), lambda: write(fd, plain), lambda: write(fd, half)
+            Operation("write", place, at=at, data=bytes(data), direct=direct), lambda: write(fd, data), half
         )
 
     def _posix_fallocate(self, fd: int, at: int, size: int) -> None:

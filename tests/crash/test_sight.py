@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.storage.direct import PAGE_BYTES
+
 from .campaign import Recorded
+from .cluster import SHARD_BYTES
 from .memory import folder_in_memory
 from .story import CHAPTERS
 
@@ -23,6 +26,14 @@ def test_python_s_own_audit_events_tell_of_the_same_changes(chapters: dict[str, 
     for chapter in chapters.values():
         assert len(chapter.heard.audited) > 20
         assert Counter(chapter.heard.audited) == Counter(chapter.heard.tried)
+
+
+def test_shards_are_written_directly_and_their_tails_are_not(chapters: dict[str, Recorded]) -> None:
+    writes = [one for chapter in chapters.values() for one in chapter.operations if one.kind == "write"]
+    shards = Counter((one.at, one.direct) for one in writes if ".safetensors." in one.path and "/staging/" in one.path)
+    tail_at = SHARD_BYTES - SHARD_BYTES % PAGE_BYTES
+    assert set(shards) == {(0, True), (PAGE_BYTES, True), (tail_at, False)} and len(set(shards.values())) == 1
+    assert not any(one.direct for one in writes if ".safetensors." not in one.path)
 
 
 _CALLS = {
