@@ -100,9 +100,10 @@ SIZES = (0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, PIECE_BYTES, 3 * PIEC
 @pytest.mark.parametrize("threads", [1, THREADS])
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_whole_pages_are_written_directly_and_the_tail_is_not(
-    tmp_path: Path, disk: Disk, nbytes: int, threads: int
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, nbytes: int, threads: int
 ) -> None:
     write(memory(nbytes), tmp_path / "x", threads)
+    assert not warnings(caplog)  # nothing was tried that the disk refuses
     tail_bytes = nbytes % PAGE_BYTES
     assert sum(count for _, count in disk.direct) == nbytes - tail_bytes
     assert disk.plain == ([(nbytes - tail_bytes, tail_bytes)] if tail_bytes else [])
