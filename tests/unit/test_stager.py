@@ -587,6 +587,18 @@ def test_a_copy_that_ends_after_its_attempt_was_given_up_blocks_nothing(node: No
         commit(node, fresh)
 
 
+def test_only_the_threads_that_stage_have_low_priority(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered: set[str] = set()
+    monkeypatch.setattr(stager_module, "lower_this_thread", lambda: lowered.add(threading.current_thread().name))
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    stage(node, head())
+    assert lowered and all(name.startswith("lastgood-stage") for name in lowered)
+
+
 def test_a_failed_write_gives_the_space_back_before_anybody_asks(
     node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
