@@ -335,6 +335,8 @@ def train_loop(config: dict[str, Any]) -> None:
             ray.train.report({"step": step}, checkpoint=found)
         elif step == 5:
             ray.train.report({"step": step})
+        if step == 5:
+            ray.train.get_all_reported_checkpoints()  # waits until Ray Train has taken it in
     member.close()
     weights = [value.tolist() for value in model.state_dict().values()]
     told = {
