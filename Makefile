@@ -13,8 +13,8 @@ help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
 	  || sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1: \2/p' $(MAKEFILE_LIST)
 
-demo: setup  ## a small RL run, killed and resumed bit for bit (ARGS="--steps 8 --keep /tmp/kept" goes to `lastgood demo`)
-	$(BIN)/lastgood demo $(ARGS)
+demo: setup  ## a small RL run, killed and resumed bit for bit (ARGS="--steps 9 --keep /tmp/kept" goes to `lastgood demo`)
+	@$(BIN)/lastgood demo $(ARGS)
 
 # What needs one core runs two at a time; what starts clusters, or freezes disks, runs alone.
 test: setup  ## everything that CI runs

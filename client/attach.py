@@ -19,10 +19,13 @@ import ray.exceptions
 from ..coordinator.actor import create_coordinator
 from ..coordinator.names import NAMESPACE, coordinator_name
 from ..coordinator.options import Options
+from ..coordinator.ownership import STALE_AFTER_BEATS
 from ..coordinator.ray_names import session_dir
 from ..coordinator.versions import versions
 from ..storage.errors import DeadlineError, LastgoodError, UsageError
-from ..storage.layout import check_name
+from ..storage.layout import RunPaths, check_name
+from ..storage.manifest import Owner
+from ..storage.store import open_store
 from ..workers.install import agent_of
 from ..workers.stager_actor import find_stagers
 from . import sigterm
@@ -59,6 +62,8 @@ def attach(
     existed = _replace_if_other(settings)
     start_stager(settings, ray.get_runtime_context().get_node_id())
     create_coordinator(settings)
+    if not existed and not settings.takeover:
+        _tell_of_owner(settings)
     try:
         link.call("hello", timeout_s=CALL_S)
     except LastgoodError as error:
@@ -92,10 +97,25 @@ def connect_ray(address: str | None) -> None:
     try:
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
     except (ConnectionError, ray.exceptions.RayError) as error:
+        where = address or os.environ.get("RAY_ADDRESS") or "auto"
         raise UsageError(
-            f"no Ray cluster was found at {address or 'auto'}: {error}. Start one, call ray.init() first, or pass its "
-            "address. Without a cluster: lastgood latest <store>/<run>.",
+            f"no Ray cluster was found at {where}: {error}. Start one, call ray.init() first, or pass its address; if "
+            "it asks for a token, set RAY_AUTH_MODE=token. Without a cluster: lastgood latest <store>/<run>.",
         ) from error
+
+
+def _tell_of_owner(options: Options) -> None:
+    """Says why the new coordinator may be silent for a while: it looks whether the owner in another cluster lives."""
+    try:
+        data = open_store(options.store).find(RunPaths("", options.run).owner)
+        owner = None if data is None else Owner.from_bytes(data, where="owner.json")
+    except LastgoodError:
+        return  # the coordinator tells what is wrong with the store
+    if owner is not None:
+        log.warning(
+            "run %s was led by %s, last heard of at %s; waiting up to %.0f s to see whether it lives",
+            *(options.run, owner.address, owner.heartbeat_at, owner.interval_s * STALE_AFTER_BEATS),
+        )
 
 
 def version_of(hello: Mapping[str, Any]) -> str:
@@ -142,6 +162,7 @@ def _hello_without_another_driver(handle: Any, options: Options) -> dict[str, An
     A driver that died takes a moment to be gone; DRIVER_GONE_S at most.
     """
     until = time.monotonic() + DRIVER_GONE_S
+    told = False
     while True:
         try:
             hello: dict[str, Any] = cast("Any", ray.get(handle.hello.remote(), timeout=CALL_S))
@@ -157,6 +178,13 @@ def _hello_without_another_driver(handle: Any, options: Options) -> dict[str, An
         led = [process for process in hello["leading_members"] if process != agent_of(options.run).process]
         if not (others or led) or options.takeover:
             return hello
+        if not told:
+            told = True
+            log.warning(
+                "run %s was led by another process; waiting up to %.0f s to see whether it lives",
+                options.run,
+                DRIVER_GONE_S,
+            )
         if time.monotonic() > until and led:
             raise UsageError(
                 f"run {options.run} is led by its members: {len(led)} live processes called lastgood.member. Nothing "

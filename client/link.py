@@ -12,6 +12,7 @@ import ray
 import ray.exceptions
 
 from ..coordinator.names import NAMESPACE, coordinator_name
+from ..coordinator.ray_names import named_actors
 from ..storage.errors import DeadlineError, UsageError
 
 RETRY_S = 0.1  # between two tries to reach a coordinator that is gone
@@ -60,10 +61,13 @@ class CoordinatorLink:
             time.sleep(min(RETRY_S, max(left, 0.0)))
 
     def _gone(self) -> UsageError:
+        runs = sorted(name.partition(":")[2] for name in named_actors(coordinator_name("")))
+        there = f"those of {', '.join(runs)} do" if runs else "none does"
         return UsageError(
-            f"no coordinator of run {self.run!r} lives in this Ray cluster: it was closed, ended after linger_s "
-            "without a process of the run, or this is another cluster. Committed checkpoints stand. In the driver call "
-            "lastgood.attach again; without a cluster: lastgood latest <store>/<run>.",
+            f"no coordinator of run {self.run!r} lives in the Ray cluster {ray.get_runtime_context().gcs_address} "
+            f"({there}): it was closed, ended after linger_s without a process of the run, or lives in another cluster "
+            "(pass its address). Committed checkpoints stand. In the driver call lastgood.attach again; without a "
+            "cluster: lastgood latest <store>/<run>.",
             run=self.run,
         )
 

@@ -301,6 +301,15 @@ class Run:
         self._must_lead("end_step")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"end_step({step!r}): a step is a whole number from 0. Nothing was touched.")
+        last = self._progress.last_step
+        if last is not None and step < last:
+            raise UsageError(
+                f"end_step({step}), but step {last} has ended already. Nothing was touched. Steps go up; to go back, "
+                f"resume({step - 1}) first.",
+                step=step,
+            )
+        if step > self._next_step:
+            log.warning("end_step(%d) follows step %d: are steps left out?", step, self._next_step - 1)
         values = metrics_of(metrics)
         options = self.options
         limit_s = options.save_deadline_s + options.snapshot_deadline_s + options.return_deadline_s + CALL_S
@@ -316,9 +325,11 @@ class Run:
             outcome = replace(outcome, newest=self._progress.newest)
         self._next_step = step + 1
         self._progress = replace(self._progress, last_step=step, saved=outcome.saved, newest=outcome.newest)
+        for failure in outcome.failures:
+            log.warning("%s", failure)
         if outcome.stop:
             raise SaveFailedError(
-                f"step {step}: {' '.join(outcome.failures)} Training stops here "
+                f"{'; '.join(outcome.failures)}. Training stops here after step {step} "
                 f"(on_failure={self.options.on_failure!r}, "
                 f"max_consecutive_failures={self.options.max_consecutive_failures}); the previous checkpoint stands.",
                 step=step,
@@ -477,6 +488,8 @@ def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError("a text")
             values[str(name)] = float(value)
         except (TypeError, ValueError) as error:
             raise UsageError(

@@ -216,7 +216,7 @@ class Service:
             if isinstance(answer, FencedError):
                 raise answer
             if isinstance(answer, BaseException):
-                log.warning("a stager does not answer: %s", answer)
+                log.log(logging.INFO if self._ending else logging.WARNING, "a stager does not answer: %s", answer)
                 everyone = False
                 self._silent.update(node for node, known in self._ports.items() if known is port)
                 continue
@@ -590,11 +590,7 @@ class Service:
         if not offered:
             if mode == "auto" and not lost and not self.checkpoints():
                 return None
-            raise ResumeError(
-                f"run {self.options.run} has no checkpoint to resume from (asked for {mode!r}). {' '.join(lost)} "
-                "Nothing was touched. resume='none' starts from scratch.",
-                lost=lost,
-            )
+            raise self._nothing_to_resume(mode, lost)
         resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
         # A node that has just vanished is still listed with the members it had: only those that are declared now count.
         now = {(declared.role, declared.membership) for declared in self._declared.values()}
@@ -607,6 +603,21 @@ class Service:
         restored = replace(restored, lost=tuple(lost))
         log.warning("resumed run %s from step %d (attempt %s)", self.options.run, restored.step, restored.attempt)
         return restored
+
+    def _nothing_to_resume(self, mode: int | str, lost: Sequence[str]) -> ResumeError:
+        """What was asked for is not there; what is."""
+        told = "".join(f" {sentence}" for sentence in lost)
+        steps = sorted({found.step for found in self.checkpoints() if found.committed})
+        if steps:
+            there = ", ".join(map(str, steps[-10:])) + (" (the newest ten)" if len(steps) > 10 else "")
+            told += f" Committed are steps {there}: take one, or 'auto'."
+        else:
+            told += " resume='none' starts from scratch."
+        what = f"step {mode}" if isinstance(mode, int) else repr(mode)
+        return ResumeError(
+            f"run {self.options.run} has no checkpoint to resume from (asked for {what}). Nothing was touched.{told}",
+            lost=lost,
+        )
 
     async def _candidates(self, mode: int | str) -> tuple[list[Candidate], list[str]]:
         """What the resume may try, newest first, and a sentence for each newer commit that cannot be had.

@@ -9,6 +9,7 @@ attempt and the state, so that a half-copied image is never staged; the rest is 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import fcntl
@@ -192,18 +193,26 @@ def _no_image(path: Path, needed_bytes: int, error: OSError) -> SnapshotError:
 class ImageRoom:
     """The stager's images on this node: one folder in shared memory, locked while the stager lives.
 
-    The folder's name carries uid, run, node and the stager's incarnation, so that leftovers of a killed stager are
-    recognised (nobody holds their lock) and swept by the next one.
+    The folder's name carries uid, run, node and the stager's incarnation. Leftovers of killed stagers are recognised
+    (nobody holds their lock) and swept by the next stager of this user, of whatever run: they hold host memory.
     """
 
     def __init__(self, root: Path, run: str, node: str, incarnation: str) -> None:
-        prefix = f"lastgood.{os.getuid()}.{run}.{node}."
+        prefix = f"lastgood.{os.getuid()}."
         self._sweep(root, prefix)
-        self.folder = root / f"{prefix}{incarnation}"
+        self.folder = root / f"{prefix}{run}.{node}.{incarnation}"
+        while not self._lock_folder(root):
+            pass  # another stager began to sweep it before it was locked
+        self._count = 0
+
+    def _lock_folder(self, root: Path) -> bool:
+        """Makes the folder and locks it; answers whether it is still there then. Raises StagingError."""
         try:
-            self.folder.mkdir(mode=0o700)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and root.is_dir():
+                return False
             shutil.rmtree(self.folder, ignore_errors=True)
             raise StagingError(
                 f"no images can be kept in {root}: {error.strerror}. Nothing was changed. Make room there, or set "
@@ -212,7 +221,11 @@ class ImageRoom:
                 errno=error.errno,
             ) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._count = 0
+        with contextlib.suppress(FileNotFoundError):
+            if (self.folder / "lock").stat().st_ino == os.fstat(self._lock).st_ino:
+                return True
+        os.close(self._lock)
+        return False
 
     def create(self, payload_bytes: int) -> Image:
         """A fresh image with room for `payload_bytes`. Raises SnapshotError when shared memory is too small."""

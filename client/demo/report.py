@@ -121,7 +121,9 @@ class DemoReport:
         for problem in self.problems:
             console.print(f"[red]not as promised:[/red] {problem}")
         if self.checkpoints:
-            console.print(f"checkpoints left in {self.checkpoints}", soft_wrap=True)
+            console.print(
+                f"checkpoints left; for a look: lastgood latest {self.checkpoints}/store/grpo-demo", soft_wrap=True
+            )
 
     def _saves_table(self) -> Table:
         table = Table("step", "training stalled", "time to commit", "what was killed meanwhile", title="Saves")

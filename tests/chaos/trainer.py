@@ -29,6 +29,7 @@ from tests.cluster.world import Rank, rank_state
 from .journal import Journal
 
 POLL_S = 0.05
+FIRST_SEED = 7  # of the first ranks; later ones are made unlike them, so that a resume is seen
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,9 @@ class Trainer:
         restored = self.run.resume("auto")
         if restored is None:  # from scratch, and this process may have trained before
             self.cursor["seen"] = self.queue.taken = 0
+            if seed != FIRST_SEED:  # nothing was ever committed: everything is as at first
+                self.start(FIRST_SEED)
+                return
         self.journal.tell(
             "resumed",
             step=0 if restored is None else restored.step,
@@ -224,7 +228,7 @@ def main(path: str) -> int:
     trainer.journal.tell("born")
     try:
         trainer.join()
-        trainer.start(seed=7)
+        trainer.start(FIRST_SEED)
         trainer.train()
         trainer.finale()
     except Exception as error:  # noqa: BLE001 - it is written down, and the process ends with it
