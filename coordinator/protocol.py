@@ -64,7 +64,7 @@ class Protocol:
         self.uploading: Attempt | None = None
         self.highest_sequence = 0
         self.parent: AttemptHead | None = None
-        self.failures = 0  # failed saves in a row
+        self._failed_after: list[int] = []  # failed saves in a row: the sequence of the attempt before each of them
         self.requests = Requests(self)
         self.hearing = Hearing(self)
         self.progress = Progress(self)
@@ -238,13 +238,22 @@ class Protocol:
         if self.foreground is attempt:
             self.foreground = None
         if cause is Cause.FAILED and attempt.kind is not SaveKind.MEMORY:  # those have no commits to count anew from
-            self.failures += 1
+            self.count_failure(attempt.head.sequence - 1)
         if cause is Cause.WINDOW_CLOSED:
             attempt.announced = SaveState.ABORTED  # no failure: its requests wait for the next window
         elif not attempt.may_be_accepted:
             self.announce(attempt, SaveState.ABORTED)
         else:
             self.judge(attempt)
+
+    @property
+    def failures(self) -> int:
+        """Failed saves in a row."""
+        return len(self._failed_after)
+
+    def count_failure(self, after: int | None = None) -> None:
+        """One more save has failed, after the attempt with this sequence (None: the newest)."""
+        self._failed_after.append(self.highest_sequence if after is None else after)
 
     @property
     def stop(self) -> bool:
@@ -335,8 +344,8 @@ class Protocol:
         attempt.move(cause, self.now_s, reason)
         parent = self.parent
         newer = parent is None or attempt.order > (parent.epoch, parent.sequence)
-        if attempt.mine:
-            self.failures = 0
+        if attempt.mine:  # what failed after it was begun still stands, though it comes late
+            self._failed_after = [before for before in self._failed_after if before >= attempt.head.sequence]
             if attempt.head.sequence > self._parent_floor and (newer or not self._parent_is_own):
                 self.parent, self._parent_is_live, self._parent_is_own = attempt.head, True, True
             return

@@ -196,7 +196,7 @@ class Requests:
         core = self._core
         self.window = self._window_attempt = None
         if due:
-            core.failures += 1
+            core.count_failure()
         if core.membership.problems() or event.ends_waiting:
             for pending in list(self.waiting):
                 self.waiting.remove(pending)
@@ -295,7 +295,7 @@ class Requests:
             self.end(pending, blame, attempt)
 
     def _end_all(self, batch: list[Pending], blame: Blame) -> None:
-        self._core.failures += 1
+        self._core.count_failure()
         self.waiting = [pending for pending in self.waiting if pending not in batch]
         for pending in batch:
             self.end(pending, blame)

@@ -38,7 +38,7 @@ class Settings:
     epoch: int  # allocated by the caller; no other coordinator of the run ever has it
     deadlines: Deadlines = field(default_factory=Deadlines)
     on_failure: str = "continue"  # or "abort": the first failed save stops training
-    max_consecutive_failures: int = 5  # this many failed saves in a row stop training
+    max_consecutive_failures: int = 3  # this many failed saves in a row stop training
     upload: bool = True  # there is a store
     fingerprint: Mapping[str, Any] = field(default_factory=dict)  # JSON values of the run itself, compared at resume
     retry_s: float = 0.5  # first pause before a failed call is asked again; doubles

@@ -8,14 +8,14 @@ import pytest
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
-from lastgood.coordinator.messages import RecordState, SaveKind, SaveRequest, SaveState
+from lastgood.coordinator.messages import Blame, RecordState, SaveKind, SaveRequest, SaveState
 from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 from lastgood.coordinator.policies import Decision
 from tests.unit.memory_world import Scene, manual, run
 from tests.unit.protocol_bench import ACTOR0, Bench, found
 from tests.unit.test_protocol_memory import committed_steps, held, keep, told
 
-NOT_DUE = Decision(False, "not due")
+DUE, NOT_DUE = Decision(True, "due"), Decision(False, "not due")
 
 
 def restarted(*heard: str) -> Bench:
@@ -148,3 +148,23 @@ def test_failed_snapshots_for_memory_do_not_add_up_to_a_stop() -> None:
         bench.to_the_end()
     assert bench.core.failures == 0
     assert not bench.core.stop
+
+
+def test_a_commit_that_comes_late_does_not_forget_what_has_failed_since_it_was_begun() -> None:
+    bench = Bench(max_consecutive_failures=2)
+    bench.open(1, due=True)
+    stages = bench.until(cmd.Stage)  # training goes on, the save is still being written
+    bench.feed(ev.WindowClosed())
+    bench.feed(ev.WindowOpened(2, {}, {"n1": Blame("window", "late", "n1")}, DUE))
+    assert bench.core.failures == 1
+    for stage in stages:
+        bench.answer(stage)
+    bench.to_the_end()
+    assert committed_steps(bench) == [1]
+    assert bench.core.failures == 1
+    bench.feed(ev.WindowOpened(3, {}, {"n1": Blame("window", "late", "n1")}, DUE))
+    assert bench.core.stop
+    bench.feed(ev.WindowClosed())
+    bench.open(4, due=True)
+    bench.to_the_end()
+    assert bench.core.failures == 0  # this one was begun after them
