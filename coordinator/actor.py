@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,8 +183,8 @@ class CoordinatorActor:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = Options.model_validate(options)
-        if ray.get_runtime_context().was_current_actor_reconstructed:  # takeover is for the attach that asked for it:
-            self._options = self._options.model_copy(update={"takeover": False})  # somebody may have taken over since
+        if _was_restarted():  # takeover is for the attach that asked for it: somebody may have taken over since
+            self._options = self._options.model_copy(update={"takeover": False})
         self._service: Service | None = None
         self._boot: asyncio.Task[Service] | None = None
         self._ports: dict[str, RayStagerPort] = {}
@@ -336,6 +337,13 @@ class CoordinatorActor:
 
     async def end_together(self) -> None:
         await (await self._ready()).member_led.end()
+
+
+def _was_restarted() -> bool:
+    """Whether Ray has restarted this actor. Ray's own property warns of a name that it uses itself (2.60)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _wake(me: Any) -> None:
