@@ -180,7 +180,7 @@ def test_resume_takes_a_step_the_newest_or_nothing_as_it_is_told(world: World) -
     assert world.digests() == digests[2]
     assert world.run.resume("latest").step == 3
     assert world.digests() == digests[3]
-    with pytest.raises(lastgood.errors.ResumeError, match="asked for 7"):
+    with pytest.raises(lastgood.errors.ResumeError, match="asked for step 7"):
         world.run.resume(7)
     assert world.run.resume("none") is None
     assert world.run.next_step == 1
