@@ -24,7 +24,7 @@ _NAMES: dict[torch.dtype, str] = {
 }
 _ALL_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype}
 # torch has no copy kernel for these; their bytes are copied as plain bytes
-_AS_BYTES = {getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8)}
+AS_BYTES = {getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8)}
 
 
 class Place(NamedTuple):
@@ -212,7 +212,7 @@ class Target:
     def __init__(self, memory: torch.Tensor, spec: LeafSpec) -> None:
         """`memory` is the leaf's range of the image, a 1-D uint8 tensor."""
         self.memory = memory
-        self.plain = dtype_named(spec.dtype) in _AS_BYTES
+        self.plain = dtype_named(spec.dtype) in AS_BYTES
         self.view = memory.view(spec.shape) if self.plain else typed(memory, spec)
 
     def copy(self, source: torch.Tensor) -> None:
@@ -249,3 +249,11 @@ def view_of(
         raise ValueError(f"a view of {reach} bytes at {offset} reaches out of {memory.numel()} bytes")
     part = memory[offset : offset + reach].view(kind)
     return torch.as_strided(part, shape, stride, part.storage_offset())
+
+
+def copy_bits(live: torch.Tensor, host: torch.Tensor) -> None:
+    """Writes into a live tensor what was saved of it, in place. Under no_grad."""
+    if live.dtype in AS_BYTES:
+        live.view(torch.uint8).copy_(host.view(torch.uint8))
+    else:
+        live.copy_(host)

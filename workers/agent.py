@@ -26,7 +26,7 @@ from ..storage.image import BoundImage, ImageLayout
 from ..storage.manifest import Manifest, ShardRecord
 from ..storage.tree import Flat, flatten
 from .images import Image
-from .load import PreparedMember, prepare
+from .load import PreparedMember, apply_all, prepare
 from .member import Member
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .processes import pid_namespace_of_this_process
@@ -335,6 +335,5 @@ class Agent:
     def _apply(self, head: AttemptHead) -> None:
         if self._loaded is None or self._loaded[0].attempt != head.attempt:
             raise SnapshotError(f"nothing is loaded of attempt {head.attempt} in process {os.getpid()}; load it first")
-        for prepared in self._loaded[1]:
-            prepared.apply()
+        apply_all(self._loaded[1])
         self._loaded = None

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..storage import tensors as storage_tensors
 from ..storage.errors import EncodeError, FingerprintError
 from ..storage.tree import ShardedPiece
 
 Tree = Any
-Memo = dict[int, tuple[torch.Tensor, torch.Tensor]]  # id -> (tensor, its copy); held, so that the id stays its own
+Memo = dict[int, tuple[Any, Any]]  # id -> (tensor or array, its copy); held, so that the id stays its own
 
 _SHOWN = 12  # names listed in a mismatch before "and N more"
 
@@ -165,6 +166,49 @@ def private_copy(tree: Tree, path: str = "", memo: Memo | None = None) -> Tree:
     path for a DTensor, of which a process holds only a part. One `memo` over several calls keeps ties between them.
     """
     memo = {} if memo is None else memo
+    _share(tree, memo)
+    return _copied(tree, path, memo)
+
+
+def _share(tree: Tree, memo: Memo) -> None:
+    """Copies the memory under tensors that overlap once, and puts views of the copy into the memo."""
+    found: dict[int, torch.Tensor] = {}
+    _collect(tree, found)
+    values = [value for key, value in found.items() if key not in memo]
+    bases: dict[Any, torch.Tensor] = {}
+    for value, place in zip(values, storage_tensors.plan(values), strict=True):
+        if place is None:
+            continue
+        if place.key not in bases:
+            bases[place.key] = _host_copy(place.source)
+        copy = bases[place.key]
+        if place.view is not None:
+            view = place.view
+            copy = storage_tensors.view_of(copy, view["dtype"], view["shape"], view["stride"], view["offset"])
+        memo[id(value)] = (value, copy)
+
+
+def _collect(tree: Tree, found: dict[int, torch.Tensor]) -> None:
+    if type(tree) in (torch.Tensor, torch.nn.Parameter):
+        if storage_tensors.problem(tree) is None:
+            found[id(tree)] = tree
+    elif type(tree) is ShardedPiece:
+        _collect(tree.tensor, found)
+    elif type(tree) in (dict, collections.OrderedDict):
+        for value in tree.values():
+            _collect(value, found)
+    elif type(tree) in (list, tuple):
+        for value in tree:
+            _collect(value, found)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in storage_tensors.AS_BYTES:  # torch has no copy kernel for these
+        return tensor.detach().view(torch.uint8).to("cpu", copy=True).view(tensor.dtype)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copied(tree: Tree, path: str, memo: Memo) -> Tree:
     if isinstance(tree, DTensor):
         raise EncodeError(
             f"{path or 'the state'} is a DTensor, of which this process holds only a part. Nothing was captured; "
@@ -173,17 +217,19 @@ def private_copy(tree: Tree, path: str = "", memo: Memo | None = None) -> Tree:
         )
     if type(tree) in (torch.Tensor, torch.nn.Parameter):
         if id(tree) not in memo:
-            memo[id(tree)] = (tree, tree.detach().to("cpu", copy=True))
+            memo[id(tree)] = (tree, _host_copy(tree))
         return memo[id(tree)][1]
     if type(tree) is ShardedPiece:
-        return ShardedPiece(private_copy(tree.tensor, path, memo), tree.global_shape, tree.offsets)
+        return ShardedPiece(_copied(tree.tensor, path, memo), tree.global_shape, tree.offsets)
     if type(tree) in (dict, collections.OrderedDict):
-        return {key: private_copy(value, _join(path, key), memo) for key, value in tree.items()}
+        return {key: _copied(value, _join(path, key), memo) for key, value in tree.items()}
     if type(tree) in (list, tuple, torch.Size):
-        items = [private_copy(value, _join(path, index), memo) for index, value in enumerate(tree)]
+        items = [_copied(value, _join(path, index), memo) for index, value in enumerate(tree)]
         return items if type(tree) is list else tuple(items)
     if type(tree) is np.ndarray:
-        return tree.copy()
+        if id(tree) not in memo:
+            memo[id(tree)] = (tree, tree.copy())
+        return memo[id(tree)][1]
     return tree
 
 

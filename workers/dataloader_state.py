@@ -12,12 +12,16 @@ from collections.abc import Sized
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ..storage.errors import UsageError
 from .component import Differences, LoadContext, Tree, private_copy
 from .rng_state import generator_state, set_generator_state
-from .small_state import SmallState
+from .small_state import SmallState, has_methods
 
 _LOADER = ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")
+_DRAWING = frozenset(kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
 
 def is_stateful_dataloader(target: Any) -> bool:
@@ -39,6 +43,26 @@ def loader_fingerprint(target: Any) -> dict[str, Any]:
     return found
 
 
+def _drawing_sampler(loader: Any) -> Any:
+    """A sampler of the loader that draws an order which torchdata cannot bring back; None when there is none.
+
+    torchdata skips what was taken already; that is exact only for a sampler that gives the same order again.
+    """
+    sampler, kept = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, True
+    while sampler is not None and not has_methods(sampler, "state_dict", "load_state_dict"):
+        if type(sampler).__iter__ in _DRAWING:
+            return sampler
+        if _named(sampler, _SAMPLERS, "RandomSampler"):
+            return None if kept else sampler
+        kept = kept and _named(sampler, _SAMPLERS, "BatchSampler")  # its iterator asks that of the sampler inside
+        sampler = getattr(sampler, "sampler", None)
+    return None
+
+
+def _named(target: Any, module: str, name: str) -> bool:
+    return any((kind.__module__, kind.__qualname__) == (module, name) for kind in type(target).__mro__)
+
+
 class DataLoaderState(SmallState):
     """{"loader": its state_dict or None before the first iteration, "generators": the streams that it draws from}"""
 
@@ -47,6 +71,15 @@ class DataLoaderState(SmallState):
 
     def __init__(self, loader: Any, where: str) -> None:
         super().__init__(where)
+        lost = _drawing_sampler(loader)
+        if lost is not None:
+            raise UsageError(
+                f"{where}: its {type(lost).__module__}.{type(lost).__name__} draws an order that no state_dict keeps, "
+                "so a resume in mid-epoch would go on in another one. Nothing was touched; use "
+                "torchdata.stateful_dataloader.sampler (RandomSampler, BatchSampler), or a sampler with state_dict and "
+                "load_state_dict.",
+                component=where,
+            )
         self.loader = loader
 
     def read(self) -> Tree:

@@ -7,7 +7,7 @@ prepared.apply()                                      writes the live objects; o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,24 +40,39 @@ class PreparedMember:
 
     def apply(self) -> None:
         """Writes the live objects, once, in any thread. Raises ResumeError when one fails: live state is mixed then."""
+        apply_all([self])
+
+    def _take_parts(self) -> list[tuple[str, Component, Any]]:
         parts, self._parts = self._parts, []
-        devices = self.member.devices()
-        self.member.close_window(self.member.gate.hold_limit_s)
-        synchronize(devices)
-        with torch.no_grad():
-            for name, component, prepared in parts:
-                try:
-                    component.apply(prepared)
-                except Exception as error:
-                    raise ResumeError(
-                        f"member {self.member.id}: component {name} of step {self.step} was verified and then could "
-                        f"not be applied: {type(error).__name__}: {error}. The live state is partly restored and must "
-                        "not be used; end this process and resume again.",
-                        member=str(self.member.id),
-                        component=name,
-                    ) from error
-        synchronize(devices)
-        self.member.restored(self.updates)
+        return parts
+
+    def _apply(self, name: str, component: Component, prepared: Any) -> None:
+        try:
+            component.apply(prepared)
+        except Exception as error:
+            raise ResumeError(
+                f"member {self.member.id}: component {name} of step {self.step} was verified and then could not be "
+                f"applied: {type(error).__name__}: {error}. The live state is partly restored and must not be used; "
+                "end this process and resume again.",
+                member=str(self.member.id),
+                component=name,
+            ) from error
+
+
+def apply_all(loaded: Sequence[PreparedMember]) -> None:
+    """Applies all members of one process together, by ascending `order` over all of them: they share its random
+    streams, so those come after whatever any member's restore may draw."""
+    devices = {device for one in loaded for device in one.member.devices()}
+    for one in loaded:
+        one.member.close_window(one.member.gate.hold_limit_s)
+    synchronize(devices)
+    parts = [(one, *part) for one in loaded for part in one._take_parts()]
+    with torch.no_grad():
+        for one, name, component, prepared in sorted(parts, key=lambda part: part[2].order):  # stable
+            one._apply(name, component, prepared)
+    synchronize(devices)
+    for one in loaded:
+        one.member.restored(one.updates)
 
 
 def prepare(

@@ -7,10 +7,15 @@ to load.prepare at resume. Optimizer hooks count updates and keep the window (ga
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..coordinator.messages import MemberId, MemberReport
 from ..storage.errors import LastgoodError, SnapshotError, UsageError
@@ -18,6 +23,7 @@ from ..storage.layout import check_name
 from .component import Component, Tree
 from .device_fence import DeviceFence
 from .gate import HOLD_LIMIT_S, Gate
+from .model_state import ModelState
 from .optimizer_state import OptimizerState
 from .pace import Pace
 from .resolve import resolve_components
@@ -54,14 +60,19 @@ class Member:
         self._fence = DeviceFence()
         self._updates = 0
         self._optimizers = [c.optimizer for c in self.components.values() if isinstance(c, OptimizerState)]
-        self._hooks = [
-            handle
-            for optimizer in self._optimizers
-            for handle in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            )
-        ]
+        self._models = [c for c in self.components.values() if isinstance(c, ModelState)]
+        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stranger] = weakref.WeakKeyDictionary()
+        self._undeclared: str | None = None  # of an undeclared optimizer that stepped beside declared ones
+        self._hooks: list[Any] = []
+        self._closed = False
+        self._stepping = 0  # steps that wait in our pre-hook
+        for optimizer in self._optimizers:
+            handle = optimizer.register_step_pre_hook(self._before_step)
+            hooks: Any = optimizer._optimizer_step_pre_hooks  # torch 2.13 keeps them in an OrderedDict
+            hooks.move_to_end(handle.id, last=False)  # a hook of the user's may write
+            self._hooks += [handle, optimizer.register_step_post_hook(self._after_step)]
+        if self._models:  # an optimizer that was not declared, or was made later, moves the weights as well
+            _Watch.add(self)
 
     @classmethod
     def of(
@@ -94,6 +105,7 @@ class Member:
     def restored(self, updates: int | None) -> None:
         """Live state was just written from a checkpoint: takes over its count of updates."""
         self._updates = updates or 0
+        self._undeclared = None
         self._fence.forget()
 
     def devices(self) -> set[torch.device]:
@@ -127,6 +139,13 @@ class Member:
         have finished. Raises WindowClosedError when the window of `step` is not open.
         """
         self.gate.require(step)
+        if self._undeclared is not None:
+            raise SnapshotError(
+                f"member {self.id}: an optimizer that is not in its state ({self._undeclared}) has updated its "
+                "weights; a checkpoint would lack that optimizer's state. Nothing was copied; the previous checkpoint "
+                "stands. Declare it, and where it took the place of a declared one, add the member again.",
+                member=str(self.id),
+            )
         return self.survey()
 
     def survey(self) -> dict[str, Tree]:
@@ -168,17 +187,95 @@ class Member:
 
     def close(self) -> None:
         """Removes the hooks; the objects are the user's alone again."""
+        _Watch.remove(self)
+        self._closed = True
+        if self._stepping:
+            return  # a step waits in one of the hooks: to remove it now would break that step; closed, it does nothing
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.gate.before_step(id(optimizer), sys._getframe(1))
+        if self._closed:
+            return
+        self._stepping += 1
+        try:
+            self.gate.before_step(id(optimizer), sys._getframe(1))
+        finally:
+            self._stepping -= 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.gate.after_step(id(optimizer), sys._getframe(1)):
             self._updates += 1
             self._fence.record({param.device for group in optimizer.param_groups for param in group["params"]})
+
+    def _before_other_step(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
+        if self._is_stranger(optimizer):
+            self._strangers[optimizer].began_at = self._updates
+            self.gate.before_step(id(optimizer), frame)
+
+    def _after_other_step(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
+        if self._is_stranger(optimizer) and self.gate.after_step(id(optimizer), frame):
+            if self._optimizers and self._strangers[optimizer].began_at == self._updates:  # wraps no declared one
+                self._undeclared = type(optimizer).__name__
+            self._fence.record({param.device for group in optimizer.param_groups for param in group["params"]})
+
+    def _is_stranger(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Does it move weights of this member without being in its state?"""
+        if any(optimizer is declared for declared in self._optimizers):
+            return False
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        known = self._strangers.get(optimizer)
+        if known is None or known.params != len(params):
+            ours = {id(param) for model in self._models for _, param in model.named_parameters()}
+            known = self._strangers[optimizer] = _Stranger(len(params), not params.isdisjoint(ours))
+        return known.moves_ours
+
+
+@dataclass
+class _Stranger:
+    """An optimizer that is not in the state."""
+
+    params: int
+    moves_ours: bool
+    began_at: int = 0  # count of updates when its step began
+
+
+class _Watch:
+    """One pair of hooks of all optimizers of the process, for all members. It stays: to remove a hook while another
+    thread steps would break that step. Members are not kept alive by it."""
+
+    _lock = threading.Lock()
+    _members: tuple[weakref.ref[Member], ...] = ()
+    _begun = False
+
+    @classmethod
+    def add(cls, member: Member) -> None:
+        with cls._lock:
+            cls._members = (*(other for other in cls._members if other() is not None), weakref.ref(member))
+            if not cls._begun:
+                register_optimizer_step_pre_hook(cls._before)
+                register_optimizer_step_post_hook(cls._after)
+                cls._begun = True
+
+    @classmethod
+    def remove(cls, member: Member) -> None:
+        with cls._lock:
+            cls._members = tuple(other for other in cls._members if other() not in (None, member))
+
+    @staticmethod
+    def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for reference in _Watch._members:
+            member = reference()
+            if member is not None:
+                member._before_other_step(optimizer, sys._getframe(1))
+
+    @staticmethod
+    def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for reference in _Watch._members:
+            member = reference()
+            if member is not None:
+                member._after_other_step(optimizer, sys._getframe(1))
 
 
 class _named:  # noqa: N801 - reads as a word in `with`

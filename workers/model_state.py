@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..storage.errors import SnapshotError, UsageError
+from ..storage.tensors import copy_bits
 from .component import Component, Differences, LoadContext, Memo, Reshard, Tree, private_copy
 from .device_fence import synchronize
-from .pieces import Box, SavedTensor, box_of, leaf_of
+from .pieces import Box, SavedTensor, box_of, leaf_of, whole_tree
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
 _EXTRA = "_extra_state"
@@ -56,6 +57,14 @@ class ModelState(Component):
                     f"{where}: {name or 'the module'} is wrapped in FullyShardedDataParallel (FSDP1), whose state dict "
                     "needs a collective, and a save may not run one. Nothing was touched; shard it with "
                     "torch.distributed.fsdp.fully_shard (FSDP2), or leave it out of the members' state.",
+                    component=where,
+                )
+            own = _kept_elsewhere(part)
+            if own:
+                raise UsageError(
+                    f"{where}: {name or 'the module'} ({type(part).__name__}) overrides _save_to_state_dict and keeps "
+                    f"{', '.join(own)} there, which are no parameters or buffers, so a checkpoint would lack them. "
+                    "Nothing was touched; make them buffers, or return them from get_extra_state.",
                     component=where,
                 )
         self.module = module
@@ -114,9 +123,10 @@ class ModelState(Component):
         common = differences.keys(loaded, slots)
         for fqn in sorted(common):
             saved, tensor = loaded[fqn], slots[fqn].tensor
-            if tensor is None or not isinstance(saved, SavedTensor):
-                if (tensor is None) == isinstance(saved, SavedTensor):
-                    differences.add(fqn, _kind(saved), _kind(tensor))
+            if tensor is None:
+                continue  # extra state is whatever its module gave, a tensor too
+            if not isinstance(saved, SavedTensor):
+                differences.add(fqn, "extra state", "a tensor")
             elif (saved.dtype, saved.global_shape) != (tensor.dtype, tuple(tensor.shape)):
                 differences.add(fqn, saved, f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
         differences.raise_if_any()
@@ -126,8 +136,7 @@ class ModelState(Component):
             if fqn not in common:
                 continue
             if slot.tensor is None:
-                value = loaded[fqn].whole() if isinstance(loaded[fqn], SavedTensor) else loaded[fqn]
-                prepared.extras.append((slot.module, private_copy(value)))
+                prepared.extras.append((slot.module, private_copy(whole_tree(loaded[fqn]))))
                 continue
             box = self._box(slot)
             host = loaded[fqn].box(box.offsets, box.sizes)
@@ -144,7 +153,7 @@ class ModelState(Component):
             if isinstance(part, FSDPModule):
                 part.reshard()  # weights that were gathered before would be used in place of those written here
         for live, host in prepared.copies:
-            live.copy_(host)
+            copy_bits(live, host)
         for module, value in prepared.extras:
             module.set_extra_state(value)
         self._held = None
@@ -168,6 +177,15 @@ class ModelState(Component):
 
     def _slots(self) -> Iterator[_Slot]:
         return _walk(self.module, "", _sharded_parameters(self.module))
+
+
+def _kept_elsewhere(module: nn.Module) -> list[str]:
+    """What the module alone adds to its state dict beside parameters, buffers and extra state."""
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        return []
+    found: dict[str, Any] = {}
+    module._save_to_state_dict(found, "", True)
+    return sorted(found.keys() - {*module._parameters, *module._buffers, _EXTRA})
 
 
 @dataclass
@@ -209,11 +227,8 @@ def _sharded_parameters(module: nn.Module) -> dict[tuple[int, str], torch.Tensor
     return found
 
 
-def _kind(value: Any) -> str:
-    return "a tensor" if isinstance(value, (SavedTensor, torch.Tensor)) else "extra state"
-
-
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.data_ptr() == other.data_ptr() and one.shape == other.shape:
         return True
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    left, right = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))  # 0-dim: view(-1) first
+    return torch.equal(left, right)

@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..storage.errors import UsageError
+from ..storage.tensors import copy_bits
 from .component import Component, Differences, LoadContext, Reshard, Tree, private_copy
 from .device_fence import synchronize
 from .model_state import ModelState
 from .pieces import SavedTensor, box_of, leaf_of
+
+PLAIN = "lastgood_plain"  # of an optimizer whose own state_dict() gives nothing beside param_groups and state
 
 
 class OptimizerState(Component):
@@ -32,6 +35,14 @@ class OptimizerState(Component):
 
     def __init__(self, optimizer: Optimizer, where: str, models: Mapping[str, ModelState]) -> None:
         """`models`: the modules of the same member by component; they name the parameters. Raises UsageError."""
+        if type(optimizer).state_dict is not Optimizer.state_dict and not getattr(optimizer, PLAIN, False):
+            raise UsageError(
+                f"{where}: {type(optimizer).__name__} overrides state_dict(), so it may keep state outside of its "
+                "param_groups and state, which a checkpoint would lack (ZeroRedundancyOptimizer keeps all of it in "
+                "its .optim). Nothing was touched; declare the optimizer that it wraps, or, if all of its state lies "
+                f"in param_groups and state, set its attribute {PLAIN} = True.",
+                component=where,
+            )
         self.optimizer = optimizer
         self.where = where
         self.models = dict(models)
@@ -203,7 +214,7 @@ class _Entry:
 
     def write(self) -> Any:
         if self.local is not None and self.host is not None:
-            self.local.copy_(self.host)
+            copy_bits(self.local, self.host)
         return self.value
 
 

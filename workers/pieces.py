@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -47,7 +48,7 @@ def box_of(tensor: torch.Tensor, where: str) -> Box:
         )
     local = tensor._local_tensor
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(sizes) != tuple(local.shape):
+    if tuple(sizes) != tuple(local.shape) and (local.numel() or math.prod(sizes)):  # empty is empty in any shape
         raise UsageError(
             f"{where}: this rank holds {tuple(local.shape)} of {tuple(tensor.shape)}, and its placements "
             f"{tensor.placements} say {tuple(sizes)}. Nothing was captured; this way of sharding is not supported.",
@@ -155,3 +156,14 @@ def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMeta
 
 def _members(pieces: Sequence[SavedPiece]) -> str:
     return ", ".join(sorted({piece.member for piece in pieces})) or "no member"
+
+
+def whole_tree(tree: Any) -> Any:
+    """The tree with whole tensors in host memory in place of its SavedTensors, however deep; to be read only."""
+    if isinstance(tree, SavedTensor):
+        return tree.whole()
+    if isinstance(tree, dict):
+        return {key: whole_tree(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(whole_tree(value) for value in tree)
+    return tree

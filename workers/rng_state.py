@@ -91,7 +91,7 @@ def generator_state(generator: Generator) -> Tree:
         return {"kind": f"torch {generator.device.type}", "state": generator.get_state()}
     if isinstance(generator, np.random.Generator):
         state = private_copy(dict(generator.bit_generator.state))
-        return {"kind": f"numpy {state['bit_generator']}", "state": state}
+        return {"kind": f"numpy {state['bit_generator']}", "state": state, "seeds": _seeds(generator)}
     return {"kind": "python", "state": _python_state(generator.getstate())}
 
 
@@ -100,9 +100,19 @@ def set_generator_state(generator: Generator, saved: Tree) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(saved["state"])
     elif isinstance(generator, np.random.Generator):
+        if saved.get("seeds") is not None:  # spawn() draws from these, and the state does not hold them
+            seeds = np.random.SeedSequence(**saved["seeds"])
+            bits: Any = generator.bit_generator
+            bits.__setstate__((bits.state, seeds))
         generator.bit_generator.state = saved["state"]
     else:
         generator.setstate(_python_state_back(saved["state"]))
+
+
+def _seeds(generator: np.random.Generator) -> Tree:
+    """Where the next spawn() of the generator goes on; None when it cannot spawn."""
+    seeds = generator.bit_generator.seed_seq
+    return private_copy(dict(seeds.state)) if type(seeds) is np.random.SeedSequence else None
 
 
 def _python_state(state: tuple[Any, ...]) -> Tree:

@@ -11,9 +11,11 @@ import collections
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..storage.tensors import copy_bits
 from .component import Component, Differences, LoadContext, Reshard, Tree, private_copy
 
 
@@ -114,22 +116,79 @@ class InPlaceState(SmallState):
         self.target = target
 
     def read(self) -> Tree:
-        return private_copy(self.target)
+        return private_copy(dict(self.target) if isinstance(self.target, dict) else list(self.target))
 
     def prepare(self, loaded: Tree, context: LoadContext) -> Any:
-        if type(loaded) is not type(self.target):
+        if not isinstance(self.target, type(loaded)):  # of an OrderedDict or defaultdict the content is kept
             differences = Differences(context)
             differences.add("type", type(loaded).__name__, type(self.target).__name__)
             differences.raise_if_any()
         return like(private_copy(loaded), self.target)
 
     def apply(self, prepared: Any) -> None:
-        if isinstance(self.target, dict):
-            self.target.clear()
-            self.target.update(prepared)
-        else:
-            self.target[:] = prepared
+        _InPlace().fill(self.target, prepared)
         self.forget()
+
+
+class _InPlace:
+    """Writes a restored tree into a live one: dicts, lists, tensors and arrays that fit stay the objects they are, as
+    others may hold them too. What does not fit is put in their place."""
+
+    def __init__(self) -> None:
+        self._filled: dict[int, tuple[Any, Any]] = {}  # id of a restored object -> (itself, the live one it went into)
+        self._used: dict[int, Any] = {}  # id of live objects that were filled; held, so that the id stays its own
+        self._memory: set[int] = set()  # storages that were written
+
+    def fill(self, live: Any, value: Any) -> None:
+        """`live` is a dict or a list, and `value` of its kind."""
+        self._used[id(live)] = live
+        self._filled[id(value)] = (value, live)
+        if isinstance(live, dict):
+            items = {key: self._put(live.get(key), item) for key, item in value.items()}
+            live.clear()
+            live.update(items)
+        else:
+            now = [*live, *[None] * len(value)]
+            live[:] = [self._put(now[index], item) for index, item in enumerate(value)]
+
+    def _put(self, live: Any, value: Any) -> Any:
+        if id(value) in self._filled:
+            return self._filled[id(value)][1]
+        if type(value) is tuple and type(live) is tuple and len(live) == len(value):
+            return tuple(self._put(now, item) for now, item in zip(live, value, strict=True))
+        result = live if id(live) not in self._used and self._write(live, value) else value
+        if isinstance(value, (dict, list, torch.Tensor, np.ndarray)):
+            self._filled[id(value)] = (value, result)
+            self._used[id(result)] = result
+        return result
+
+    def _write(self, live: Any, value: Any) -> bool:
+        """Whether `live` now holds `value`."""
+        if isinstance(value, (dict, list)) and type(live) is type(value):
+            self.fill(live, value)
+            return True
+        if isinstance(value, torch.Tensor) and type(live) in (torch.Tensor, torch.nn.Parameter):
+            if (live.dtype, live.shape, live.device) != (value.dtype, value.shape, value.device):
+                return False
+            if not live.is_contiguous() or live.is_inference():
+                return False
+            memory = live.untyped_storage().data_ptr()
+            if memory in self._memory:  # a view of what was written already: it fits, or is none any more
+                return _same_bits(live, value)
+            self._memory.add(memory)
+            copy_bits(live.detach(), value)
+            return True
+        if type(value) is np.ndarray and type(live) is np.ndarray:
+            fits = (live.dtype, live.shape) == (value.dtype, value.shape)
+            if fits and live.flags.writeable and live.base is None:
+                live[...] = value
+                return True
+        return False
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    left, right = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(left, right)
 
 
 class Value:
