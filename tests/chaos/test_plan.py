@@ -26,7 +26,7 @@ def test_every_failpoint_in_the_code_is_known_to_the_campaign_and_none_is_made_u
     members = {f"member.{kind.value}" for kind in OrderKind}
     records = {f"stager.record.{state}" for state in ("accept", "refuse")}
     assert set(PHASES) <= named | commands | members | records
-    # What a trial cannot meet: a driver whose updates go through no optimizer, members that lead, an order that is none.
+    # What a trial cannot meet: updates that go through no optimizer, members that lead, an order that is none.
     unmet = {"member.close_window", "member.grant", "member.nothing"}
     assert (named | commands | members | records) - set(PHASES) == unmet
 
