@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
@@ -19,23 +18,20 @@ import ray.exceptions
 from ..coordinator.actor import create_coordinator
 from ..coordinator.names import NAMESPACE, coordinator_name
 from ..coordinator.options import Options
-from ..coordinator.ownership import STALE_AFTER_BEATS
 from ..coordinator.ray_names import session_dir
-from ..coordinator.versions import versions
 from ..storage.errors import DeadlineError, LastgoodError, UsageError
-from ..storage.layout import RunPaths, check_name
-from ..storage.manifest import Owner
-from ..storage.store import open_store
+from ..storage.layout import check_name
 from ..workers.install import agent_of
 from ..workers.stager_actor import find_stagers
 from . import sigterm
+from .leading import changed_options, other_version
 from .link import CALL_S, RETRY_S, CoordinatorLink
 from .run import Run, start_stager
 
 log = logging.getLogger("lastgood")
 
+QUIET_S = 2.0  # how long attach says nothing
 DRIVER_GONE_S = 15.0  # how long attach waits for the driver before this one to be gone
-ONE_TIME = ("takeover", "resume", "allow_changes", "on_reshard")  # for one attach or resume, not for the coordinator
 
 
 def attach(
@@ -61,10 +57,9 @@ def attach(
     link = CoordinatorLink(settings.run)
     existed = _replace_if_other(settings)
     start_stager(settings, ray.get_runtime_context().get_node_id())
-    create_coordinator(settings)
-    if not existed and not settings.takeover:
-        _tell_of_owner(settings)
+    coordinator = create_coordinator(settings)
     try:
+        _tell_what_it_waits_for(coordinator)
         link.call("hello", timeout_s=CALL_S)
     except LastgoodError as error:
         if not existed and not isinstance(error, DeadlineError):
@@ -86,8 +81,8 @@ def connect(run: str, *, address: str | None = None) -> Run:
     connect_ray(address)
     link = CoordinatorLink(run)
     hello = link.call("hello", timeout_s=CALL_S)
-    if (theirs := version_of(hello)) != (ours := versions()["lastgood"]):
-        log.warning("the coordinator of %s is lastgood %s, this process is %s: calls may fail", run, theirs, ours)
+    if found := other_version(hello):
+        log.warning("this process is lastgood %s, the coordinator of %s is %s: calls may fail", found[0], run, found[1])
     return Run(Options.model_validate(hello["options"]), link, leads=False)
 
 
@@ -104,23 +99,16 @@ def connect_ray(address: str | None) -> None:
         ) from error
 
 
-def _tell_of_owner(options: Options) -> None:
-    """Says why the new coordinator may be silent for a while: it looks whether the owner in another cluster lives."""
+def _tell_what_it_waits_for(coordinator: Any) -> None:
+    """Says why a new coordinator is silent for longer than QUIET_S: it may look whether another owner lives."""
+    hello = coordinator.hello.remote()
     try:
-        data = open_store(options.store).find(RunPaths("", options.run).owner)
-        owner = None if data is None else Owner.from_bytes(data, where="owner.json")
-    except LastgoodError:
-        return  # the coordinator tells what is wrong with the store
-    if owner is not None:
-        log.warning(
-            "run %s was led by %s, last heard of at %s; waiting up to %.0f s to see whether it lives",
-            *(options.run, owner.address, owner.heartbeat_at, owner.interval_s * STALE_AFTER_BEATS),
-        )
-
-
-def version_of(hello: Mapping[str, Any]) -> str:
-    """The version of lastgood that a coordinator runs."""
-    return str(hello.get("versions", {}).get("lastgood", "of an unknown version"))
+        if not ray.wait([hello], timeout=QUIET_S)[0]:
+            why = ray.get(coordinator.waits_for.remote(), timeout=CALL_S)
+            if why is not None:
+                log.warning("%s", why)
+    except ray.exceptions.RayError as error:
+        log.debug("the coordinator does not tell what it waits for: %s", error)  # the next call tells what is wrong
 
 
 def _replace_if_other(options: Options) -> bool:
@@ -137,11 +125,10 @@ def _replace_if_other(options: Options) -> bool:
     if hello is None:
         ray.kill(handle, no_restart=True)  # it cannot even start; a new one may
         return False
-    ours = options.model_dump(mode="json")
-    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in ONE_TIME)
+    changed = changed_options(options, hello)
     said = [f"other options ({', '.join(changed)})"] if changed else []
-    if (theirs := version_of(hello)) != (here := versions()["lastgood"]):
-        said.append(f"lastgood {theirs} (this process has {here})")
+    if found := other_version(hello):
+        said.append(f"lastgood {found[1]} (this process has {found[0]})")
     if not said:
         return True
     if hello["members"] and not options.takeover:
@@ -149,7 +136,7 @@ def _replace_if_other(options: Options) -> bool:
             f"run {options.run} is led by a live driver with {' and '.join(said)}. Nothing was touched. End that "
             "driver first, use the same, or pass takeover=True.",
             run=options.run,
-            changed=changed,
+            changed=sorted(changed),
         )
     log.warning("run %s had %s; coordinator and stagers start anew", options.run, " and ".join(said))
     _end_all(options.run)

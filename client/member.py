@@ -24,15 +24,13 @@ from ..coordinator.messages import Line, RankClaim, RankReport
 from ..coordinator.options import Options
 from ..coordinator.outcomes import DrainOutcome, StepOutcome
 from ..coordinator.ray_names import session_dir
-from ..coordinator.restore import Restored, ResumeTermsOrder
-from ..coordinator.versions import versions
+from ..coordinator.restore import Restored
 from ..storage.errors import (
     DeadlineError,
     LastgoodError,
     MembershipError,
     NotACheckpointError,
     OptionsError,
-    SaveFailedError,
     UsageError,
 )
 from ..storage.ids import ulid
@@ -41,9 +39,19 @@ from ..workers.install import agent_of, leave
 from ..workers.member import Member
 from ..workers.ray_link import RayStagerLink
 from . import train_pointer
-from .attach import ONE_TIME, connect_ray, version_of
+from .attach import connect_ray
+from .leading import (
+    changed_options,
+    check_drained,
+    end_limit_s,
+    heed,
+    metrics_of,
+    other_version,
+    resume_mode,
+    resume_terms,
+)
 from .link import CALL_S, CoordinatorLink
-from .run import metrics_of, resume_mode, start_stager
+from .run import start_stager
 
 log = logging.getLogger("lastgood")
 
@@ -134,20 +142,19 @@ class LedMember:
         if named:
             with mode.as_directory() as folder:
                 mode = train_pointer.read(Path(folder))
-        deadline_s = self.options.resume_deadline_s
-        changes = (*self.options.allow_changes, *allow_changes)
-        terms = ResumeTermsOrder(deadline_s, changes, {**self.options.on_reshard, **(on_reshard or {})})
+        terms = resume_terms(self.options, allow_changes, on_reshard)
+        limit_s = terms.deadline_s + CALL_S
         chosen = resume_mode(self.options.resume if mode is None else mode)
         after = None if self._line is None else self._line.key
         arguments = (self._member.id, self._membership, after)
         line: Line
         try:
-            line = self._link.call("resume_together", *arguments, chosen, terms, timeout_s=deadline_s + CALL_S)
+            line = self._link.call("resume_together", *arguments, chosen, terms, timeout_s=limit_s)
         except NotACheckpointError as error:
             if not named or not error.facts.get("collected"):
                 raise
             log.warning("what Ray Train names was collected since, the newest is taken: %s", error)
-            line = self._link.call("resume_together", *arguments, "auto", terms, timeout_s=deadline_s + CALL_S)
+            line = self._link.call("resume_together", *arguments, "auto", terms, timeout_s=limit_s)
         self._line = line
         self._member.pace.open(line)
         self._next_step = line.step + 1
@@ -181,7 +188,6 @@ class LedMember:
         try:
             self._member.mark(step)
         except LastgoodError as error:  # training goes on; a cut of this step fails by this member's own word
-            log.error("step %d: %s", step, error)
             failures.append(f"step {step}: {error}")
         report = RankReport(self._member.id, line.key, step, pace.step_s, values)
         waited_s = 0.0
@@ -194,14 +200,7 @@ class LedMember:
         self._next_step = step + 1
         outcome = self._outcome(step, pace.outcomes(), failures, waited_s)
         pace.left()
-        if outcome.stop:
-            raise SaveFailedError(
-                f"step {step}: {' '.join(outcome.failures)} Training stops here "
-                f"(on_failure={self.options.on_failure!r}, "
-                f"max_consecutive_failures={self.options.max_consecutive_failures}); the previous checkpoint stands.",
-                step=step,
-                failures=outcome.failures,
-            )
+        heed(outcome, self.options)
         return outcome
 
     def _wait(self, report: RankReport, failures: list[str]) -> float:
@@ -223,7 +222,6 @@ class LedMember:
                     f"step {step}: {self._member.id} goes on unsaved, the coordinator has not been heard for "
                     f"{pace.silent_s():.0f} s (return_deadline_s is {limit_s:.0f})"
                 )
-                log.error("%s", sentence)
                 failures.append(sentence)
                 return waited_s
             self._stager.tell(report, again=True)
@@ -297,18 +295,12 @@ class LedMember:
         """
         if self._closed:
             return
-        options = self.options
-        limit_s = timeout_s if timeout_s is not None else options.save_deadline_s + options.upload_deadline_s
-        save = options.save_last if save_last is None else save_last
+        limit_s = end_limit_s(self.options, timeout_s)
+        save = self.options.save_last if save_last is None else save_last
         arguments = (self._member.id, self._membership, self._next_step - 1, save, limit_s)
         answer: tuple[DrainOutcome, bool] = self._link.call("close_together", *arguments, timeout_s=limit_s + CALL_S)
         drained, ends = answer
-        if not drained.drained:
-            raise DeadlineError(
-                f"run {self.name} is not durable after {limit_s:.0f} s: {' '.join(drained.lagging)} What is committed "
-                "stands on the nodes' disks; the coordinator goes on uploading. Call close() again.",
-                waited_s=limit_s,
-            )
+        check_drained(self.name, drained, limit_s)
         self._closed = True
         leave(self.name)
         if ends:
@@ -374,18 +366,17 @@ def _join(link: CoordinatorLink, options: Options, start: Callable[[], Member]) 
 
 def _refuse_other_options(hello: Mapping[str, Any], options: Options) -> None:
     """Raises OptionsError when the coordinator that lives was started with other options, or is of another version."""
-    ours = options.model_dump(mode="json")
-    changed = sorted(name for name in ours if ours[name] != hello["options"].get(name) and name not in ONE_TIME)
-    differences = [f"{name} is {ours[name]!r} here and {hello['options'].get(name)!r} there" for name in changed]
-    if (theirs := version_of(hello)) != (here := versions()["lastgood"]):
-        differences.append(f"lastgood is {here} here and {theirs} there")
+    changed = changed_options(options, hello)
+    differences = [f"{name} is {here!r} here and {there!r} there" for name, (here, there) in changed.items()]
+    if found := other_version(hello):
+        differences.append(f"lastgood is {found[0]} here and {found[1]} there")
     if differences:
         raise OptionsError(
             f"the coordinator of run {options.run} lives with other options: {'; '.join(differences)}. Nothing was "
             "touched. Give every rank the same; to change them, let the run end first: by member.close(), or "
             f"{options.linger_s:.0f} s (linger_s) after its last process.",
-            option=changed[0] if changed else None,
-            changed=changed,
+            option=next(iter(changed), None),
+            changed=sorted(changed),
         )
 
 

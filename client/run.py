@@ -17,13 +17,12 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from ..coordinator import option_values
 from ..coordinator.catalog import Checkpoint
 from ..coordinator.messages import MemberInfo, Progress, RoleDeclaration, SaveKind, SaveRequest, SaveState
 from ..coordinator.names import DRIVER_ROLE
 from ..coordinator.options import Options
 from ..coordinator.outcomes import SaveOutcome, StepOutcome, reached
-from ..coordinator.restore import Restored, ResumeTermsOrder
+from ..coordinator.restore import Restored
 from ..coordinator.story import Story
 from ..storage.errors import (
     DeadlineError,
@@ -40,6 +39,7 @@ from ..workers.install import InstallOrder, RankFunction, StateFunction, agent_o
 from ..workers.member import Member
 from ..workers.stager_actor import create_stager
 from . import sigterm
+from .leading import check_drained, end_limit_s, heed, metrics_of, resume_mode, resume_terms
 from .link import CALL_S, RETRY_S, CoordinatorLink
 
 log = logging.getLogger("lastgood")
@@ -278,11 +278,7 @@ class Run:
         untouched then, except where ResumeError says otherwise.
         """
         self._must_lead("resume")
-        terms = ResumeTermsOrder(
-            self.options.resume_deadline_s,
-            (*self.options.allow_changes, *allow_changes),
-            {**self.options.on_reshard, **(on_reshard or {})},
-        )
+        terms = resume_terms(self.options, allow_changes, on_reshard)
         chosen = resume_mode(self.options.resume if mode is None else mode)
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
@@ -318,23 +314,13 @@ class Run:
                 "end_step", step, values, self._progress, timeout_s=limit_s, again="again"
             )
         except StoreError as error:  # the coordinator was restarted and cannot start while the store is away
-            log.error("step %d: %s", step, error)
             stop = self.options.on_failure == "abort"
             failure = f"step {step}: no save is made until the store is back: {error}"
             outcome = StepOutcome(step, "the store is out of reach", failures=(failure,), stop=stop)
             outcome = replace(outcome, newest=self._progress.newest)
         self._next_step = step + 1
         self._progress = replace(self._progress, last_step=step, saved=outcome.saved, newest=outcome.newest)
-        for failure in outcome.failures:
-            log.warning("%s", failure)
-        if outcome.stop:
-            raise SaveFailedError(
-                f"{'; '.join(outcome.failures)}. Training stops here after step {step} "
-                f"(on_failure={self.options.on_failure!r}, "
-                f"max_consecutive_failures={self.options.max_consecutive_failures}); the previous checkpoint stands.",
-                step=step,
-                failures=outcome.failures,
-            )
+        heed(outcome, self.options)
         return outcome
 
     def before_update(self) -> None:
@@ -409,18 +395,13 @@ class Run:
         if self._closed or not self._leads:
             self._closed = True
             return
-        limit_s = timeout_s if timeout_s is not None else self.options.save_deadline_s + self.options.upload_deadline_s
+        limit_s = end_limit_s(self.options, timeout_s)
         request_id = ulid()
         progress = self._progress
         if not (self.options.save_last if save_last is None else save_last):
             progress = replace(progress, last_step=None)
         drained = self._link.call("finish", limit_s, request_id, progress, timeout_s=limit_s + CALL_S)
-        if not drained.drained:
-            raise DeadlineError(
-                f"run {self.name} is not durable after {limit_s:.0f} s: {' '.join(drained.lagging)} What is committed "
-                "stands on the nodes' disks; the coordinator goes on uploading. Call close() again.",
-                waited_s=limit_s,
-            )
+        check_drained(self.name, drained, limit_s)
         self._closed = True
         sigterm.forget(self.name)
         for handle in {handle._actor_id: handle for group in self._handles.values() for handle in group}.values():
@@ -479,37 +460,6 @@ def start_stager(options: Options, ray_node: str) -> None:
         raise (error.cause if isinstance(error.cause, LastgoodError) else error) from None
     except ray.exceptions.RayError as error:
         raise MembershipError(f"the stager on Ray node {ray_node} does not start: {error}", node=ray_node) from error
-
-
-def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as floats. Raises UsageError naming the one that is no number."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise UsageError(f"metrics is {metrics!r}; it takes a dict of names to numbers. Nothing was touched.")
-    values: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        try:
-            if isinstance(value, (str, bytes)):
-                raise TypeError("a text")
-            values[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"metric {name!r} is {value!r}, which is not a number. Nothing was touched; leave it out, or keep it "
-                "in the driver's own state.",
-                metric=name,
-            ) from error
-    return values
-
-
-def resume_mode(mode: Any) -> int | str:
-    """A mode of resume. Raises OptionsError for one that is not known, and for a path that is relative."""
-    try:
-        return option_values.resume_target(mode)
-    except ValueError as error:
-        raise OptionsError(
-            f"resume={mode!r}: {error}. It takes 'auto', 'latest', 'none', a step number, or the absolute path of a "
-            "checkpoint. Nothing was touched.",
-            option="resume",
-        ) from error
 
 
 def _who() -> str:

@@ -217,8 +217,8 @@ class CoordinatorActor:
         service = Service(
             self._options, store, self._store_lane, identity, self._discover, self._shut_down, self._notices
         )
-        await service.boot()
         self._service = service
+        await service.boot()
         return service
 
     async def _discover(self) -> list[RayStagerPort]:
@@ -244,6 +244,10 @@ class CoordinatorActor:
         for port in self._ports.values():
             port.kill()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def waits_for(self) -> str | None:
+        """Why it has not answered anything else yet, a sentence; None when nothing holds it up. Answers at once."""
+        return None if self._service is None else self._service.waits_for
 
     async def hello(self) -> dict[str, Any]:
         """Who leads the run: options, versions, epoch, pid, Ray node."""

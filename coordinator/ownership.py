@@ -48,15 +48,19 @@ class Ownership:
         self._clock = clock
         self._sleep = sleep
 
-    def check(self, takeover: bool) -> None:
+    def check(self, takeover: bool, tell: Callable[[str], None] = lambda _: None) -> None:
         """Returns when the run is free to lead: nobody, a silent owner, one of this cluster, or `takeover`.
 
         Raises UsageError naming the owner, after having seen its heartbeat move; takes STALE_AFTER_BEATS of the
-        owner's intervals at most.
+        owner's intervals at most. `tell` is given a sentence when it begins to wait.
         """
         first = self._read()
         if first is None or takeover or self._cluster_of(first) == self._identity.cluster:
             return
+        tell(
+            f"run {self._paths.run} was led by {first.address}, last heard of at {first.heartbeat_at}; within "
+            f"{first.interval_s * STALE_AFTER_BEATS:.0f} s it is known whether that one still lives"
+        )
         for _ in range(STALE_AFTER_BEATS * 2):
             self._sleep(first.interval_s / 2)
             now = self._read()

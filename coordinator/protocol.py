@@ -64,7 +64,7 @@ class Protocol:
         self.uploading: Attempt | None = None
         self.highest_sequence = 0
         self.parent: AttemptHead | None = None
-        self._failed_after: list[int] = []  # failed saves in a row: the sequence of the attempt before each of them
+        self._failed_after: dict[str, int] = {}  # failed saves in a row -> sequence of the attempt before each
         self.requests = Requests(self)
         self.hearing = Hearing(self)
         self.progress = Progress(self)
@@ -238,7 +238,7 @@ class Protocol:
         if self.foreground is attempt:
             self.foreground = None
         if cause is Cause.FAILED and attempt.kind is not SaveKind.MEMORY:  # those have no commits to count anew from
-            self.count_failure(attempt.head.sequence - 1)
+            self.count_failure(attempt.id, attempt.head.sequence - 1)
         if cause is Cause.WINDOW_CLOSED:
             attempt.announced = SaveState.ABORTED  # no failure: its requests wait for the next window
         elif not attempt.may_be_accepted:
@@ -251,9 +251,13 @@ class Protocol:
         """Failed saves in a row."""
         return len(self._failed_after)
 
-    def count_failure(self, after: int | None = None) -> None:
-        """One more save has failed, after the attempt with this sequence (None: the newest)."""
-        self._failed_after.append(self.highest_sequence if after is None else after)
+    def count_failure(self, save: str, after: int | None = None) -> None:
+        """A save has failed (told twice, it counts once), after the attempt with this sequence (None: the newest)."""
+        self._failed_after[save] = self.highest_sequence if after is None else after
+
+    def forget_failure(self, save: str) -> None:
+        """It did not fail after all."""
+        self._failed_after.pop(save, None)
 
     @property
     def stop(self) -> bool:
@@ -345,7 +349,9 @@ class Protocol:
         parent = self.parent
         newer = parent is None or attempt.order > (parent.epoch, parent.sequence)
         if attempt.mine:  # what failed after it was begun still stands, though it comes late
-            self._failed_after = [before for before in self._failed_after if before >= attempt.head.sequence]
+            self._failed_after = {
+                s: before for s, before in self._failed_after.items() if before >= attempt.head.sequence
+            }
             if attempt.head.sequence > self._parent_floor and (newer or not self._parent_is_own):
                 self.parent, self._parent_is_live, self._parent_is_own = attempt.head, True, True
             return

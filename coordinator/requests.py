@@ -164,6 +164,7 @@ class Requests:
             self._not_opened(event, checked, event.due is not None and event.due.due)
             return
         if not again:
+            core.forget_failure(self._unopened(event.step))
             self._number += 1
             processes = core.membership.roster().processes
             self.window = Window(self._number, event.step, checked, processes, dict(event.metrics))
@@ -182,6 +183,10 @@ class Requests:
         if request_id not in self._served:
             self._take_in(self._pending(SaveRequest(request_id, kind, reason)), quietly=True)
 
+    def _unopened(self, step: int) -> str:
+        """Names the window of a step that did not open. Told once more when a stager has come back, it is the same."""
+        return f"step {step} after window {self._number}"
+
     def _same_window(self, step: int, checked: Blame | dict[MemberId, int | None]) -> bool:
         """Whether the open window is told of once more: a client that repeats itself must not make a second save."""
         window = self.window
@@ -196,7 +201,7 @@ class Requests:
         core = self._core
         self.window = self._window_attempt = None
         if due:
-            core.count_failure()
+            core.count_failure(self._unopened(event.step))
         if core.membership.problems() or event.ends_waiting:
             for pending in list(self.waiting):
                 self.waiting.remove(pending)
@@ -295,7 +300,7 @@ class Requests:
             self.end(pending, blame, attempt)
 
     def _end_all(self, batch: list[Pending], blame: Blame) -> None:
-        self._core.count_failure()
+        self._core.count_failure(batch[0].request.request_id)
         self.waiting = [pending for pending in self.waiting if pending not in batch]
         for pending in batch:
             self.end(pending, blame)

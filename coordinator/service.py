@@ -107,14 +107,16 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
         self.epoch = 0
+        self.waits_for: str | None = None  # why boot takes long, a sentence
         self.driver: Driver | None = None
         self._housekeeping: Housekeeping | None = None  # both once it has booted
         self.member_led = MemberLed(self)
 
     async def boot(self) -> None:
         """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
-        check = functools.partial(self._ownership.check, self.options.takeover)
+        check = functools.partial(self._ownership.check, self.options.takeover, self._wait_for)
         await self._store_lane.run("who leads the run", check, OWNER_S)
+        self.waits_for = None
         ports = list(await self._discover())
         heights = await asyncio.gather(*(port.highest_epoch() for port in ports), return_exceptions=True)
         floor = max([0, *(height for height in heights if isinstance(height, int))])
@@ -159,6 +161,9 @@ class Service:
             self.background(self._heed_notices())
         for work in self.member_led.works():
             self.background(work)
+
+    def _wait_for(self, why: str) -> None:
+        self.waits_for = why
 
     async def _at_store(self, doing: str, work: Callable[[], T]) -> T:
         """A call to the store. Raises StoreUnavailableError when it has not answered within STORE_S."""
@@ -339,22 +344,26 @@ class Service:
         memory = self._memory_due(step)
         if saved is not None:
             decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
-        outcome = await open_window(step, metrics, decision, memory)
-        if not outcome.opened:
-            await self._await_return(began + self.options.return_deadline_s)
-            if self._incarnations != incarnations and not self.missing().members:
-                outcome = await open_window(step, metrics, decision, memory)  # a stager was restarted
+        opening = functools.partial(open_window, step, metrics, decision, memory)
+        outcome = await self._open(opening, began, incarnations)
         told = self._told(outcome, decision, time.monotonic() - began)
         return told if saved is None else replace(told, saved=saved)
 
-    async def reopen(self, step: int) -> None:
-        """Opens the window of the last step, which every member has marked by itself. Raises SaveFailedError."""
-        began, incarnations = time.monotonic(), dict(self._incarnations)
-        outcome = await self._led.reopen_window(step)
+    async def _open(
+        self, opening: Callable[[], Awaitable[WindowOutcome]], began: float, incarnations: Mapping[str, str]
+    ) -> WindowOutcome:
+        """Opens a window; once more when a stager was restarted and its members have come back since."""
+        outcome = await opening()
         if not outcome.opened:
             await self._await_return(began + self.options.return_deadline_s)
             if self._incarnations != incarnations and not self.missing().members:
-                outcome = await self._led.reopen_window(step)  # a stager was restarted
+                return await opening()
+        return outcome
+
+    async def reopen(self, step: int) -> None:
+        """Opens the window of the last step, which every member has marked by itself. Raises SaveFailedError."""
+        opening = functools.partial(self._led.reopen_window, step)
+        outcome = await self._open(opening, time.monotonic(), dict(self._incarnations))
         if not outcome.opened:
             raise SaveFailedError(
                 f"the last step {step} of run {self.options.run} is not committed: {outcome.blame}. The previous "
@@ -363,10 +372,10 @@ class Service:
                 step=step,
             )
 
-    async def miss(self, step: int, node: str, blame: Blame) -> StepOutcome:
+    async def miss(self, step: int, blame: Blame) -> StepOutcome:
         """The end of `step` is not there to be saved; whatever was to be saved at it has failed."""
         decision = self._due(step, {})
-        return self._told(await self._led.miss_window(step, decision, node, blame), decision, 0.0)
+        return self._told(await self._led.miss_window(step, decision, blame), decision, 0.0)
 
     def news(self, step: int) -> StepOutcome | None:
         """What failed, and alarms, since that was told last; None when there is nothing to tell."""

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from .direct import PAGE_BYTES
 from .errors import EncodeError, FormatVersionError, IntegrityError, SnapshotError
 from .leaves import LeafKind, LeafSpec, numpy_dtype
 from .manifest import Chunk
 from .tree import Flat, read_specs, rebuild
 
 IMAGE_VERSION = "1"
-PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library reads no longer header
 SKELETON = "__skeleton__"
 _VERSION_KEY = "lastgood_image"

@@ -257,3 +257,11 @@ def copy_bits(live: torch.Tensor, host: torch.Tensor) -> None:
         live.view(torch.uint8).copy_(host.view(torch.uint8))
     else:
         live.copy_(host)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bits in the same order; NaNs are compared like any others."""
+    if one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride():
+        return True
+    left, right = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))  # 0-dim: view(-1) first
+    return torch.equal(left, right)

@@ -19,9 +19,9 @@ import shutil
 import struct
 from pathlib import Path
 
+from ..storage.direct import PAGE_BYTES
 from ..storage.errors import SnapshotError, StagingError
 
-PAGE_BYTES = 4096
 SHARED_MEMORY = Path("/dev/shm")
 
 _MAGIC = b"LGIMAGE1"

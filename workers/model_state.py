@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..storage.errors import SnapshotError, UsageError
-from ..storage.tensors import copy_bits
+from ..storage.tensors import copy_bits, same_bits
 from .component import Component, Differences, LoadContext, Memo, Reshard, Tree, private_copy
 from .device_fence import synchronize
 from .pieces import Box, SavedTensor, box_of, leaf_of, whole_tree
@@ -143,7 +143,7 @@ class ModelState(Component):
             if id(slot.tensor) not in first:
                 first[id(slot.tensor)] = (fqn, host)
                 prepared.copies.append((box.local, host))
-            elif not _same_bits(first[id(slot.tensor)][1], host):
+            elif not same_bits(first[id(slot.tensor)][1], host):
                 differences.add(fqn, "a tensor of its own", f"tied to {first[id(slot.tensor)][0]}")
         differences.raise_if_any()
         return prepared
@@ -225,10 +225,3 @@ def _sharded_parameters(module: nn.Module) -> dict[tuple[int, str], torch.Tensor
                 for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                     found[id(owner), name] = parameter.sharded_param
     return found
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.data_ptr() == other.data_ptr() and one.shape == other.shape:
-        return True
-    left, right = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))  # 0-dim: view(-1) first
-    return torch.equal(left, right)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..storage.tensors import copy_bits
+from ..storage.tensors import copy_bits, same_bits
 from .component import Component, Differences, LoadContext, Reshard, Tree, private_copy
 
 
@@ -174,7 +174,7 @@ class _InPlace:
                 return False
             memory = live.untyped_storage().data_ptr()
             if memory in self._memory:  # a view of what was written already: it fits, or is none any more
-                return _same_bits(live, value)
+                return same_bits(live, value)
             self._memory.add(memory)
             copy_bits(live.detach(), value)
             return True
@@ -184,11 +184,6 @@ class _InPlace:
                 live[...] = value
                 return True
         return False
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    left, right = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(left, right)
 
 
 class Value:

@@ -43,7 +43,7 @@ def test_a_coordinator_of_another_version_is_refused_while_members_live_and_repl
     with caplog.at_level(logging.WARNING, "lastgood"):
         latest = lastgood.connect(world.name).latest()  # looking is not refused
     assert latest is not None and latest.step == 1
-    assert "is lastgood 0.0.1, this process is" in caplog.text
+    assert f"the coordinator of {world.name} is 0.0.1: calls may fail" in caplog.text
     with pytest.raises(lastgood.errors.UsageError, match=r"lastgood 0\.0\.1 \(this process has"):
         world.attach()
     assert world.hello()["epoch"] == epoch

@@ -55,17 +55,21 @@ def test_a_silent_owner_is_not_waited_for_longer_than_its_beats(tmp_path: Path) 
     clock = Clock()
     claim_epoch(FileStore(tmp_path), PATHS, "1", 0)
     ownership(tmp_path, "a", "1", clock).beat(1)
-    began = clock.now
-    ownership(tmp_path, "b", "2", clock).check(takeover=False)
+    began, told = clock.now, list[str]()
+    ownership(tmp_path, "b", "2", clock).check(takeover=False, tell=told.append)
     assert clock.now - began == 15.0
+    assert len(told) == 1
+    assert "host of a" in told[0] and "within 15 s" in told[0]
 
 
 def test_a_coordinator_restarted_in_its_own_cluster_does_not_wait(tmp_path: Path) -> None:
     clock = Clock()
     claim_epoch(FileStore(tmp_path), PATHS, "1", 0)
     ownership(tmp_path, "a", "1", clock).beat(1)
-    ownership(tmp_path, "a", "2", clock).check(takeover=False)
+    told = list[str]()
+    ownership(tmp_path, "a", "2", clock).check(takeover=False, tell=told.append)
     assert clock.now == 1_000_000.0
+    assert not told
 
 
 def test_the_one_taken_over_learns_it_from_the_epoch_and_leaves_the_new_owner_alone(tmp_path: Path) -> None:

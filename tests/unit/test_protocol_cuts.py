@@ -64,7 +64,7 @@ def test_a_cut_that_is_missed_fails_what_was_due_and_whoever_waited_for_it(
         s = Scene(max_consecutive_failures=1)
         driver = await s.ready()
         await driver.save(manual("r1"))
-        outcome = await driver.miss_window(5, due, "n2", Blame("window", "actor:1 did not arrive", "n2"))
+        outcome = await driver.miss_window(5, due, Blame("window", "actor:1 did not arrive", "n2"))
         assert not outcome.opened
         assert outcome.stop == stops
         assert driver.core.failures == failures

@@ -168,3 +168,21 @@ def test_a_commit_that_comes_late_does_not_forget_what_has_failed_since_it_was_b
     bench.open(4, due=True)
     bench.to_the_end()
     assert bench.core.failures == 0  # this one was begun after them
+
+
+def test_a_window_that_is_told_of_again_fails_once_and_not_at_all_when_it_opens_then() -> None:
+    bench = Bench(max_consecutive_failures=2)
+    late = {"n1": Blame("window", "late", "n1")}
+    for _ in range(2):  # a stager was restarted in between
+        bench.feed(ev.WindowOpened(1, {}, late, DUE))
+    assert bench.core.failures == 1
+    bench.open(1, due=True)
+    assert bench.core.failures == 0
+    bench.to_the_end()
+    bench.feed(ev.WindowClosed())
+    bench.feed(ev.WindowOpened(2, {}, late, DUE))
+    bench.open(2)
+    bench.feed(ev.WindowClosed())
+    bench.feed(ev.WindowOpened(3, {}, late, DUE))
+    bench.feed(ev.WindowOpened(4, {}, late, DUE))
+    assert bench.core.stop

@@ -9,7 +9,7 @@ import pytest
 from lastgood.client.run import Run
 from lastgood.coordinator.messages import Progress
 from lastgood.coordinator.options import Options
-from lastgood.coordinator.outcomes import DrainOutcome
+from lastgood.coordinator.outcomes import DrainOutcome, StepOutcome
 from lastgood.storage.errors import OptionsError, UsageError
 
 
@@ -23,6 +23,8 @@ class Link:
 
     def call(self, method: str, *arguments: Any, timeout_s: float, again: str | None = None) -> Any:
         self.calls.append((method, arguments))
+        if method == "end_step":
+            return StepOutcome(arguments[0], "no save was due")
         return DrainOutcome(False, ("stays",)) if method == "finish" else None
 
 
@@ -37,7 +39,9 @@ def run(link: Link) -> Run:
     return Run(options, link, leads=True)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("metrics", [{"reward": "high"}, {"reward": None}, {"reward": {"mean": 1}}, "reward", [1.0]])
+@pytest.mark.parametrize(
+    "metrics", [{"reward": "high"}, {"reward": "0.1"}, {"reward": None}, {"reward": {"mean": 1}}, "reward", [1.0]]
+)
 def test_a_metric_that_is_no_number_is_named(run: Run, link: Link, metrics: Any) -> None:
     with pytest.raises(UsageError, match=r"reward|dict of names"):
         run.end_step(1, metrics=metrics)
@@ -49,6 +53,19 @@ def test_a_step_is_a_whole_number(run: Run, link: Link, step: Any) -> None:
     with pytest.raises(UsageError, match="whole number"):
         run.end_step(step)
     assert link.calls == []
+
+
+def test_steps_do_not_go_back_without_a_resume_and_one_that_is_left_out_is_told(
+    run: Run, link: Link, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 2):
+        run.end_step(step)
+    assert not caplog.text
+    with pytest.raises(UsageError, match=r"step 2 has ended already.*resume\(0\)"):
+        run.end_step(1)
+    assert len(link.calls) == 3
+    run.end_step(7)
+    assert "end_step(7) follows step 2" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["lates", "ckpts/r/global_step_4", "../x", -1, 1.5])
