@@ -227,7 +227,7 @@ async def _led(fleet: Fleet, saves: int, steps: int) -> Led:
     began = time.process_time()
     await service.boot()
     boot_s = time.process_time() - began
-    assert service.driver is not None and not service.missing().members
+    assert service.driver is not None and not service.nodes.missing().members
     saves_s, steps_s = [], []
     save_calls: Counter[str] = Counter()
     step_calls: Counter[str] = Counter()
@@ -260,8 +260,7 @@ async def _led(fleet: Fleet, saves: int, steps: int) -> Led:
             saves_s.append(spent_s)
         await service.before_update()
     began = time.process_time()
-    missed: dict[str, int] = {}
-    await asyncio.gather(*(service._feel_pulse(port.node, missed) for port in ports))
+    await service.nodes.feel_pulses()
     assert service._housekeeping is not None
     await service._housekeeping._collect()
     pulse_s = time.process_time() - began

@@ -258,8 +258,8 @@ class CoordinatorActor:
             "epoch": service.epoch,
             "pid": os.getpid(),
             "ray_node": ray.get_runtime_context().get_node_id(),
-            "members": service.count_members(),
-            "drivers": service.processes_of(DRIVER_ROLE),
+            "members": service.nodes.count_members(),
+            "drivers": service.nodes.processes_of(DRIVER_ROLE),
             "leading_members": service.member_led.live(),
             "newest": service.newest(),
         }
@@ -268,7 +268,7 @@ class CoordinatorActor:
         """A stager tells that its registrations changed."""
         service = await self._ready()
         try:
-            await service.node_changed(node)
+            await service.nodes.node_changed(node)
         except LastgoodError as error:
             log.warning("after a change on %s: %s", node, error)
 

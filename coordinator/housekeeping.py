@@ -6,10 +6,11 @@ A part of the service that nothing waits for. Everything here may be repeated, b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 from ..storage.errors import FencedError, LastgoodError, StoreError, UsageError
@@ -54,7 +55,7 @@ class Housekeeping:
         self._epoch = led.settings.epoch
         self._next_owner_s = 0.0
         self.has_committed = False  # this incarnation has; retention waits for it
-        self.resuming = 0  # resumes under way: they may read any checkpoint that was there when they began
+        self._resumes = 0  # under way: they may read any checkpoint that was there when they began
 
     async def run(self) -> None:
         """Until it is cancelled or fenced. Neither a store that is long to look through, nor a deletion that is long,
@@ -72,6 +73,15 @@ class Housekeeping:
                 return
             except Exception:
                 log.exception("run %s could not be tidied; the next heartbeat tries again", self._options.run)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within it nothing is collected."""
+        self._resumes += 1
+        try:
+            yield
+        finally:
+            self._resumes -= 1
 
     async def sweep(self, older_than_s: float, limit_s: float) -> int:
         """Removes writes of this run that never finished from the store, see Store.sweep. Raises StoreError."""
@@ -106,7 +116,7 @@ class Housekeeping:
 
         Only once this incarnation has committed: a run that is about to rewind may need any of them.
         """
-        if not self.has_committed or self.resuming:
+        if not self.has_committed or self._resumes:
             return
         for node, heads in self._led.leftovers().items():  # they were away when these were collected
             for head in heads:
@@ -116,7 +126,7 @@ class Housekeeping:
                 return
             self._led.collected(head)
         for checkpoint, reason in to_collect(self._led.checkpoints(), self._options.save_total_limit, self._protected):
-            if self.resuming:
+            if self._resumes:
                 return
             head = checkpoint.head
             if not await self._collect_in_store(head, reason):

@@ -112,7 +112,7 @@ class MemberLed:
         return [MemberId(role, rank) for role, told in sorted(self._roles.items()) for rank in range(told.world_size)]
 
     def _node_of(self, member: MemberId) -> str | None:
-        nodes = (node for node, infos in self._service.members.items() if any(i.member == member for i in infos))
+        nodes = (node for node, infos in self._service.nodes.members.items() if any(i.member == member for i in infos))
         return next(nodes, None)
 
     def status(self) -> dict[str, Any] | None:
@@ -128,7 +128,7 @@ class MemberLed:
     def live(self) -> list[str]:
         """Ids of live processes that host members of a role that leads itself."""
         roles = self._roles
-        infos = [info for infos in self._service.members.values() for info in infos]
+        infos = [info for infos in self._service.nodes.members.values() for info in infos]
         return sorted({info.process for info in infos if info.member.role in roles})
 
     def refuse_another_driver(self, declaration: RoleDeclaration) -> None:
@@ -167,7 +167,7 @@ class MemberLed:
 
     async def _complete(self, joining: Joining) -> None:
         """All ranks are here: declares the role once nobody else leads the run."""
-        await self._service.refresh()
+        await self._service.nodes.refresh()
         if joining.membership is not None or joining.refusal is not None or not joining.whole:
             return
         others = self._others(joining)
@@ -193,7 +193,7 @@ class MemberLed:
         roles = {joining.role, *self._driver.core.membership.declarations}
         return [
             f"{info.member} pid {info.pid}"
-            for infos in self._service.members.values()
+            for infos in self._service.nodes.members.values()
             for info in infos
             if info.process not in joining.processes and info.member.role in roles
         ]
@@ -210,11 +210,11 @@ class MemberLed:
                 return None
             if joining is not None and joining.membership is None and joining.places:
                 return None
-            absent = tuple(name for name in self._service.missing().members if name.startswith(f"{role}:"))
+            absent = tuple(name for name in self._service.nodes.missing().members if name.startswith(f"{role}:"))
             if not absent or time.monotonic() > until:
                 return absent
             await asyncio.sleep(POLL_S)
-            await self._service.refresh()
+            await self._service.nodes.refresh()
 
     # -- what all ranks ask for together
 
@@ -363,7 +363,7 @@ class MemberLed:
         if self._line is not None or heard is None or self._resuming_now or heard.line.crew != self._crew:
             return False
         waited_s = time.monotonic() - self._booted_s
-        if service.missing().members and waited_s < service.options.return_deadline_s:
+        if service.nodes.missing().members and waited_s < service.options.return_deadline_s:
             return False
         self._line = heard.line
         self._grants = Grants(self._expected(), heard.step, service.options.snapshot_deadline_s)
@@ -486,8 +486,9 @@ class MemberLed:
 
     async def _pass_on(self, grant: Grant) -> list[str]:
         """Gives a grant to every node with members. Answers what failed; the next beat brings it again."""
-        nodes = [node for node, infos in self._service.members.items() if infos]
-        calls = (asyncio.wait_for(self._service.port_of(n).grant(self._service.epoch, grant), GRANT_S) for n in nodes)
+        ports, epoch = self._service.nodes.ports, self._service.epoch
+        nodes = [node for node, infos in self._service.nodes.members.items() if infos]
+        calls = (asyncio.wait_for(ports[node].grant(epoch, grant), GRANT_S) for node in nodes)
         results = await asyncio.gather(*calls, return_exceptions=True)
         failed = []
         for node, result in zip(nodes, results, strict=True):
@@ -550,11 +551,11 @@ class MemberLed:
 
     def _gone(self) -> set[str]:
         """Members that will not ask any more. Those whose stager or coordinator was restarted register again."""
-        missing = set(self._service.missing().members)
+        missing = set(self._service.nodes.missing().members)
         now_s = time.monotonic()
         self._missing_since = {name: self._missing_since.get(name, now_s) for name in missing}
         limit_s = self._service.options.return_deadline_s
-        returning = set(self._service.returning()) if now_s - self._booted_s > limit_s else missing
+        returning = set(self._service.nodes.returning()) if now_s - self._booted_s > limit_s else missing
         return {name for name in missing if name not in returning or now_s - self._missing_since[name] > limit_s}
 
     async def _finish(self, slot: _Together, timeout_s: float) -> DrainOutcome:
@@ -583,9 +584,9 @@ class MemberLed:
     async def end(self) -> None:
         """The lowest member ends the service, once the others have left."""
         until = time.monotonic() + LEAVE_S
-        while self._service.count_members() and time.monotonic() < until:
+        while self._service.nodes.count_members() and time.monotonic() < until:
             await asyncio.sleep(POLL_S)
-            await self._service.refresh()
+            await self._service.nodes.refresh()
         await self._service.end()
 
     def check_counts(self, member: MemberId, membership: str, crew: tuple[str, ...]) -> None:

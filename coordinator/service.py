@@ -11,9 +11,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..storage.errors import (
@@ -27,9 +26,8 @@ from ..storage.errors import (
 )
 from ..storage.ids import ulid, utc_text
 from ..storage.lanes import Lane
-from ..storage.layout import MANIFEST, RunPaths
+from ..storage.layout import RunPaths
 from ..storage.store import Store
-from ..storage.verify import open_checkpoint
 from .catalog import Checkpoint
 from .commands import Announce
 from .driver import Driver
@@ -39,21 +37,21 @@ from .member_led import MemberLed
 from .messages import (
     AttemptHead,
     Blame,
-    MemberInfo,
     Progress,
     RoleDeclaration,
     SaveKind,
     SaveRequest,
     SaveState,
 )
+from .nodes import Nodes
 from .options import Options
 from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome
 from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
-from .ports import Discover, Notice, Notices, StagerPort
+from .ports import Discover, Notice, Notices
 from .protocol import Deadlines, Settings
-from .restore import Candidate, Restored, ResumeTerms, ResumeTermsOrder, restore
-from .runner import answer_within
+from .restore import Restored, ResumeTermsOrder
+from .resuming import Resuming
 from .story import Story
 from .versions import versions
 
@@ -61,9 +59,7 @@ log = logging.getLogger("lastgood.coordinator")
 T = TypeVar("T")
 
 OWNER_S = 3600.0  # until it is seen whether another cluster's owner lives; bounded by that owner's own interval
-RETURN_POLL_S = 0.1
 BEATS_PER_OWNER = 5  # heartbeats from one refresh of owner.json to the next
-HEARTBEAT_MISSES = 5  # heartbeats a stager may miss before it counts as lost
 
 
 class Service:
@@ -84,40 +80,31 @@ class Service:
         self.options = options
         self._store = store
         self._store_lane = store_lane
-        self._discover = discover
         self._shut_down = shut_down
         self._notices = notices
         self._noticed: set[str] = set()
         self._paths = RunPaths("", options.run)
         self._ownership = Ownership(store, self._paths, identity, options.heartbeat_s * BEATS_PER_OWNER)
         self._identity = identity
-        self._ports: dict[str, StagerPort] = {}  # by node
-        self._members: dict[str, tuple[MemberInfo, ...]] = {}  # by node
-        self._processes: dict[str, int] = {}  # by node: live processes that are registered
-        self._silent: set[str] = set()  # nodes whose stagers did not answer the last hello
-        self._incarnations: dict[str, str] = {}  # by node, of its stager
-        self._homes: dict[tuple[str, int, str], tuple[str, str]] = {}  # role, rank, membership -> node, incarnation
-        self._marked_steps: set[int | None] = set()  # of the nodes with members, at boot
         self._saved_step: int | None = None  # the last that this incarnation copied or restored
         self._failed: list[tuple[str, bool]] = []  # what failed since the last end_step, and whether training must stop
         self._knows_line = False  # a resume, or the driver's word, told where this line began
         self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
-        self._refreshing = asyncio.Lock()
-        self._changed: set[str] = set()  # nodes that told of changed registrations and were not said hello to since
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ending = False
         self.epoch = 0
         self.waits_for: str | None = None  # why boot takes long, a sentence
         self.driver: Driver | None = None
-        self._housekeeping: Housekeeping | None = None  # both once it has booted
+        self._housekeeping: Housekeeping | None = None  # these once it has booted
+        self._resuming: Resuming | None = None
         self.member_led = MemberLed(self)
+        self.nodes = Nodes(discover, lambda: self._led, self.member_led.hear, options.heartbeat_s)
 
     async def boot(self) -> None:
         """Finds the stagers, claims an epoch, recovers what earlier incarnations left. Raises what prevents it."""
         check = functools.partial(self._ownership.check, self.options.takeover, self._wait_for)
         await self._store_lane.run("who leads the run", check, OWNER_S)
         self.waits_for = None
-        ports = list(await self._discover())
+        ports = await self.nodes.discover()
         heights = await asyncio.gather(*(port.highest_epoch() for port in ports), return_exceptions=True)
         floor = max([0, *(height for height in heights if isinstance(height, int))])
         claim = functools.partial(claim_epoch, self._store, self._paths, self._identity.token, floor)
@@ -148,10 +135,11 @@ class Service:
             home=self._paths.epoch(self.epoch),
         )
         self._housekeeping = Housekeeping(
-            options, self._store, self._store_lane, self._ownership, self.driver, self._ports, self._protected
+            options, self._store, self._store_lane, self._ownership, self.driver, self.nodes.ports, self._protected
         )
+        self._resuming = Resuming(options, self.driver, self.nodes)
         self.driver.on_announce.append(self._hear)
-        await self._meet(ports)
+        await self.nodes.meet(ports)
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
@@ -181,63 +169,6 @@ class Service:
 
     # -- nodes and members
 
-    async def refresh(self) -> None:
-        """Says hello to every stager that lives: new nodes, restarted stagers, changed registrations."""
-        if self._ending:
-            return
-        async with self._refreshing:
-            self._changed.clear()
-            ports = list(await self._discover())
-            await self._meet(ports)
-            there = set(map(id, ports))
-            self._silent = {node for node in self._silent if id(self._ports[node]) in there}
-
-    async def node_changed(self, node: str) -> None:
-        """A stager's registrations changed: says hello to it alone. Changes that wait for their turn share one hello.
-
-        Every member's registration is told so; to ask every node each time would cost members x nodes calls.
-        """
-        self._changed.add(node)
-        async with self._refreshing:
-            if self._ending or node not in self._changed:
-                return  # a hello that was sent after this change has told it
-            changed, self._changed = self._changed, set()
-            ports = [self._ports[known] for known in sorted(changed) if known in self._ports]
-            if len(ports) < len(changed):  # new ones, of which only the names are known
-                ports += await self._strangers()
-            if not await self._meet(ports):
-                await self._meet(await self._strangers())  # the directory may have gone to another stager
-
-    async def _strangers(self) -> list[StagerPort]:
-        """Stagers that live and have not been met."""
-        known = set(map(id, self._ports.values()))
-        return [port for port in await self._discover() if id(port) not in known]
-
-    async def _meet(self, ports: Sequence[StagerPort]) -> bool:
-        """Says hello to these; answers whether all of them have answered."""
-        everyone = True
-        answers = await asyncio.gather(*(self._led.add_node(port) for port in ports), return_exceptions=True)
-        for port, answer in zip(ports, answers, strict=True):
-            if isinstance(answer, FencedError):
-                raise answer
-            if isinstance(answer, BaseException):
-                log.log(logging.INFO if self._ending else logging.WARNING, "a stager does not answer: %s", answer)
-                everyone = False
-                self._silent.update(node for node, known in self._ports.items() if known is port)
-                continue
-            self._silent.discard(answer.node)
-            self._ports[answer.node] = port
-            self._members[answer.node] = answer.members
-            self._processes[answer.node] = answer.processes
-            self._incarnations[answer.node] = answer.incarnation
-            self.member_led.hear(answer)
-            if answer.members:
-                self._marked_steps.add(answer.marked_step)
-            for info in answer.members:
-                home = (info.member.role, info.member.rank, info.membership)
-                self._homes[home] = (answer.node, answer.incarnation)
-        return everyone
-
     async def declare(self, declaration: RoleDeclaration) -> Missing:
         """A role of the run. Answers what is still missing of it (agents that have not registered yet).
 
@@ -245,67 +176,18 @@ class Service:
         """
         self.member_led.refuse_another_driver(declaration)
         self._led.declare(declaration)
-        self._homes = {
-            home: place
-            for home, place in self._homes.items()
-            if home[0] != declaration.role or home[2] == declaration.membership
-        }
-        await self.refresh()
-        return self.missing()
-
-    def count_members(self) -> int:
-        """Registered members whose processes live."""
-        return sum(len(infos) for infos in self._members.values())
-
-    def processes_of(self, role: str) -> list[str]:
-        """Ids of the live processes that host members of a role."""
-        return sorted({info.process for infos in self._members.values() for info in infos if info.member.role == role})
-
-    def missing(self) -> Missing:
-        """Declared members that no live process hosts."""
-        there = {
-            (info.member.role, info.member.rank, info.membership) for infos in self._members.values() for info in infos
-        }
-        absent = [
-            f"{declaration.role}:{rank}"
-            for declaration in self._declared.values()
-            for rank in range(declaration.world_size)
-            if (declaration.role, rank, declaration.membership) not in there
-        ]
-        return Missing(tuple(absent))
-
-    async def _await_return(self, until: float) -> None:
-        """Waits for members whose stager is gone or was restarted: their agents register again by themselves.
-
-        Until `until` on the monotonic clock at most; a member that its living stager has seen die is not waited for.
-        """
-        await self.refresh()
-        while self.returning() and time.monotonic() < until:
-            await asyncio.sleep(RETURN_POLL_S)
-            await self.refresh()
-
-    def returning(self) -> list[str]:
-        """Members that may be back in a moment: their stager does not answer, or is another one than they knew."""
-        missing = set(self.missing().members)
-        return [
-            f"{role}:{rank}"
-            for (role, rank, membership), (node, incarnation) in self._homes.items()
-            if role in self._declared
-            and self._declared[role].membership == membership
-            and (node in self._silent or (f"{role}:{rank}" in missing and self._is_gone(node, incarnation)))
-        ]
+        self.nodes.forget_replaced(declaration)
+        await self.nodes.refresh()
+        return self.nodes.missing()
 
     async def _reopen(self) -> None:
         """Takes over the window that was open when the coordinator before this one died, if it still is."""
-        step = next(iter(self._marked_steps), None)
-        if not self._declared or self.missing().members or len(self._marked_steps) != 1 or step is None:
+        step = next(iter(self.nodes.marked_steps), None)
+        if not self._declared or self.nodes.missing().members or len(self.nodes.marked_steps) != 1 or step is None:
             return
         outcome = await self._led.reopen_window(step)
         if not outcome.opened:
             log.info("the window of step %d is closed: saves wait for the next end_step (%s)", step, outcome.blame)
-
-    def _is_gone(self, node: str, incarnation: str) -> bool:
-        return node not in self._led.core.heard or self._incarnations.get(node) != incarnation
 
     # -- the run
 
@@ -316,9 +198,9 @@ class Service:
         """
         began = time.monotonic()
         self.heed(progress)
-        incarnations = dict(self._incarnations)
-        if self.missing().members:
-            await self._await_return(began + self.options.return_deadline_s)
+        incarnations = dict(self.nodes.incarnations)
+        if self.nodes.missing().members:
+            await self.nodes.await_return(began + self.options.return_deadline_s)
         saved = self.saved_before(step, progress) if again else None
         return await self._end_step(step, metrics, saved, self._led.open_window, began, incarnations)
 
@@ -328,7 +210,7 @@ class Service:
         `after`: all checkpoints of this line of the run are above this (epoch, sequence).
         """
         saved = self.saved_before(step, Progress(newest=after))
-        began, incarnations = time.monotonic(), dict(self._incarnations)
+        began, incarnations = time.monotonic(), dict(self.nodes.incarnations)
         return await self._end_step(step, metrics, saved, self._led.reopen_window, began, incarnations)
 
     async def _end_step(
@@ -355,15 +237,15 @@ class Service:
         """Opens a window; once more when a stager was restarted and its members have come back since."""
         outcome = await opening()
         if not outcome.opened:
-            await self._await_return(began + self.options.return_deadline_s)
-            if self._incarnations != incarnations and not self.missing().members:
+            await self.nodes.await_return(began + self.options.return_deadline_s)
+            if self.nodes.incarnations != incarnations and not self.nodes.missing().members:
                 return await opening()
         return outcome
 
     async def reopen(self, step: int) -> None:
         """Opens the window of the last step, which every member has marked by itself. Raises SaveFailedError."""
         opening = functools.partial(self._led.reopen_window, step)
-        outcome = await self._open(opening, time.monotonic(), dict(self._incarnations))
+        outcome = await self._open(opening, time.monotonic(), dict(self.nodes.incarnations))
         if not outcome.opened:
             raise SaveFailedError(
                 f"the last step {step} of run {self.options.run} is not committed: {outcome.blame}. The previous "
@@ -390,15 +272,6 @@ class Service:
     def is_due(self, step: int) -> bool:
         """Whether a save, or a snapshot for memory, is due at the end of a step."""
         return self._due(step, {}).due or self._memory_due(step).due
-
-    @property
-    def members(self) -> Mapping[str, tuple[MemberInfo, ...]]:
-        """Registered members whose processes live, by node."""
-        return self._members
-
-    def port_of(self, node: str) -> StagerPort:
-        """The stager of a node that was heard."""
-        return self._ports[node]
 
     def heed(self, progress: Progress) -> None:
         """Takes over what a restarted coordinator has forgotten: where this line of the run began."""
@@ -515,13 +388,15 @@ class Service:
 
     async def end(self) -> None:
         """Ends the service: stagers release images and directories, then every process of lastgood for the run ends."""
-        self._ending = True
+        self.nodes.ending = True
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
         if self.driver is not None:
             await self.driver.stop()
-        results = await asyncio.gather(*(port.close_down() for port in self._ports.values()), return_exceptions=True)
+        results = await asyncio.gather(
+            *(port.close_down() for port in self.nodes.ports.values()), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, BaseException):
                 log.warning("a stager did not close down: %s", result)
@@ -548,8 +423,13 @@ class Service:
                 )
             return left
 
-        await self.refresh()
-        missing = self.missing().members
+        await self.nodes.refresh()
+        if not self._declared:
+            raise MembershipError(
+                f"resume of run {self.options.run} before it has members. Nothing was touched. Call add_members for "
+                "every role, and add_driver, first.",
+            )
+        missing = self.nodes.missing().members
         if missing:
             mend = "Call add_members again for the roles whose actors were replaced."
             if self.member_led.leads:
@@ -562,15 +442,12 @@ class Service:
         if not await self._led.settle(remaining_s()):
             remaining_s()  # raises: the time is up
         restored = None
-        assert self._housekeeping is not None
-        self._housekeeping.resuming += 1  # nothing that it reads is collected meanwhile
-        try:
+        assert self._housekeeping is not None and self._resuming is not None
+        with self._housekeeping.at_rest():  # nothing that it reads is collected meanwhile
             if mode != "none":
-                restored = await self._restore(mode, terms, remaining_s)
+                restored = await self._resuming.restore(mode, terms, remaining_s)
             if restored is not None:
                 self._protected.add(restored.attempt)
-        finally:
-            self._housekeeping.resuming -= 1
         head = None
         if restored is not None:
             head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
@@ -582,62 +459,6 @@ class Service:
         if not outcome.opened:
             raise ResumeError(f"step {step} was restored, but its window did not open: {outcome.blame}", step=step)
         return restored
-
-    async def _restore(
-        self, mode: int | str, terms: ResumeTermsOrder, remaining_s: Callable[[], float]
-    ) -> Restored | None:
-        offered, lost = await self._candidates(mode)
-        if lost and self.options.on_lost == "refuse":
-            raise ResumeError(
-                f"commits of run {self.options.run} are lost: {' '.join(lost)} on_lost='refuse' stops here; nothing "
-                "was touched. Bring those nodes back, or continue from the newest whole checkpoint with "
-                "on_lost='continue'.",
-                lost=lost,
-            )
-        for sentence in lost:
-            log.error("lost: %s", sentence)
-        if not offered:
-            if mode == "auto" and not lost and not self.checkpoints():
-                return None
-            raise self._nothing_to_resume(mode, lost)
-        resume_terms = ResumeTerms(self.options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
-        # A node that has just vanished is still listed with the members it had: only those that are declared now count.
-        now = {(declared.role, declared.membership) for declared in self._declared.values()}
-        ports = {
-            node: port
-            for node, port in self._ports.items()
-            if any((info.member.role, info.membership) in now for info in self._members.get(node, ()))
-        }
-        restored = await restore(offered, resume_terms, ports, self.epoch, remaining_s)
-        restored = replace(restored, lost=tuple(lost))
-        log.warning("resumed run %s from step %d (attempt %s)", self.options.run, restored.step, restored.attempt)
-        return restored
-
-    def _nothing_to_resume(self, mode: int | str, lost: Sequence[str]) -> ResumeError:
-        """What was asked for is not there; what is."""
-        told = "".join(f" {sentence}" for sentence in lost)
-        steps = sorted({found.step for found in self.checkpoints() if found.committed})
-        if steps:
-            there = ", ".join(map(str, steps[-10:])) + (" (the newest ten)" if len(steps) > 10 else "")
-            told += f" Committed are steps {there}: take one, or 'auto'."
-        else:
-            told += " resume='none' starts from scratch."
-        what = f"step {mode}" if isinstance(mode, int) else repr(mode)
-        return ResumeError(
-            f"run {self.options.run} has no checkpoint to resume from (asked for {what}). Nothing was touched.{told}",
-            lost=lost,
-        )
-
-    async def _candidates(self, mode: int | str) -> tuple[list[Candidate], list[str]]:
-        """What the resume may try, newest first, and a sentence for each newer commit that cannot be had.
-
-        Raises NotACheckpointError or IntegrityError for a path that holds none.
-        """
-        if isinstance(mode, str) and mode not in ("auto", "latest"):
-            found = await asyncio.to_thread(open_checkpoint, Path(mode))
-            data = await asyncio.to_thread((found.path / MANIFEST).read_bytes)
-            return [Candidate(data, str(found.path), str(found.path))], []
-        return await self._led.candidates(mode)
 
     # -- reports
 
@@ -653,8 +474,8 @@ class Service:
             "run": self.options.run,
             "store": self.options.store,
             "saved_step": self._saved_step,
-            "missing": list(self.missing().members),
-            "nodes_silent": sorted(self._silent),
+            "missing": list(self.nodes.missing().members),
+            "nodes_silent": sorted(self.nodes.silent),
         }
 
     def stories(self, step: int) -> tuple[Story, ...]:
@@ -677,13 +498,12 @@ class Service:
 
     async def _watch_over(self) -> None:
         """Every heartbeat: notices stagers that stop or come back, ends when nobody is left. Asks the store nothing."""
-        missed: dict[str, int] = {}
         alone_since_s: float | None = None
         while True:
             await asyncio.sleep(self.options.heartbeat_s)
             try:
-                await asyncio.gather(*(self._feel_pulse(node, missed) for node in list(self._ports)))
-                if any(self._processes.values()):
+                await self.nodes.feel_pulses()
+                if any(self.nodes.processes.values()):
                     alone_since_s = None
                     continue
                 alone_since_s = alone_since_s if alone_since_s is not None else time.monotonic()
@@ -722,21 +542,3 @@ class Service:
         outcome = await self.save(SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster"))
         if outcome.blame is not None:
             log.error("%s, and no save is made: %s", notice.reason, outcome.blame)
-
-    async def _feel_pulse(self, node: str, missed: dict[str, int]) -> None:
-        """Asks one stager for a sign of life. After HEARTBEAT_MISSES in a row its node counts as lost."""
-        try:
-            limit_s = self.options.heartbeat_s * HEARTBEAT_MISSES
-            await answer_within(self._ports[node].highest_epoch(), limit_s, f"the stager of node {node}", "a heartbeat")
-        except FencedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, this stager does not answer as it should
-            missed[node] = missed.get(node, 0) + 1
-            if missed[node] == HEARTBEAT_MISSES:
-                self._members[node] = ()
-                self._processes[node] = 0
-                self._led.lose_node(node, f"{missed[node]} heartbeats in a row: {error}")
-            await self.refresh()  # it may have come back under another handle
-            return
-        if missed.pop(node, 0):
-            await self.refresh()

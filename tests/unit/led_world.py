@@ -127,7 +127,7 @@ class Led:
     async def kill(self) -> None:
         """The coordinator is killed: its tasks end without a word."""
         service = self.service
-        service._ending = True
+        service.nodes.ending = True
         for task in list(service._tasks):
             task.cancel()
         assert service.driver is not None
@@ -146,7 +146,7 @@ class Led:
         assert membership is not None
         for rank in range(size):
             self.ports[rank % 2].register(rank, f"{generation}-p{rank}", membership, size, role)
-        await self.service.refresh()
+        await self.service.nodes.refresh()
         return membership
 
     def resume(

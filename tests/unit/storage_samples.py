@@ -158,6 +158,21 @@ def shard_record(
     return ShardRecord(**{**fields, **changes})
 
 
+def completed_of(step: int, attempt: str, *, epoch: int = 1, participant: str = "n") -> Completed:
+    """COMPLETED of an attempt of run "run" whose sequence is its step."""
+    return Completed(
+        run="run",
+        attempt=attempt,
+        step=step,
+        epoch=epoch,
+        sequence=step,
+        manifest_sha256="0" * 64,
+        kind="scheduled",
+        participants=(participant,),
+        committed_at="2031-05-06T07:08:09.123Z",
+    )
+
+
 def manifest_of(shards: list[ShardRecord], **changes: Any) -> Manifest:
     """A whole manifest around shards of roles that are complete."""
     roles: dict[str, RoleRecord] = {}

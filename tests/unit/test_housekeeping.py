@@ -80,10 +80,9 @@ def test_nothing_is_collected_while_a_resume_reads() -> None:
         driver = await s.ready()
         await saved(driver, 1, 2)
         keeping = housekeeping(s, driver)
-        keeping.resuming = 1
-        await keeping._collect()
-        assert [c.step for c in driver.checkpoints()] == [2, 1]
-        keeping.resuming = 0
+        with keeping.at_rest():
+            await keeping._collect()
+            assert [c.step for c in driver.checkpoints()] == [2, 1]
         await keeping._collect()
         assert [c.step for c in driver.checkpoints()] == [2]
         await driver.stop()

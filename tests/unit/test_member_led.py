@@ -38,7 +38,7 @@ def test_close_of_a_new_group_saves_its_last_step_though_the_group_before_it_die
         await asyncio.gather(close(w, 0, first, 2), close(w, 1, first, 2))
         for rank in (0, 1):  # both are killed before rank 0 can end the service
             w.ports[rank].die(rank)
-        await w.service.refresh()
+        await w.service.nodes.refresh()
         second, line = await begin(w, "b")
         assert line.restored is not None
         assert line.restored.step == 2
@@ -109,10 +109,10 @@ def test_close_waits_for_a_rank_whose_stager_was_restarted() -> None:
         port = w.ports[1]  # the stager of rank 1's node is killed and comes back; the agent registers in a moment
         registered, port.registered = port.registered, {}
         port.incarnation += 1
-        await w.service.refresh()
+        await w.service.nodes.refresh()
         await asyncio.sleep(0.5)
         port.registered = registered
-        await w.service.refresh()
+        await w.service.nodes.refresh()
         assert not first.done(), first
         await asyncio.gather(first, close(w, 1, membership, 1))
         assert [c.step for c in w.service.checkpoints()] == [1]
@@ -266,7 +266,7 @@ def test_a_role_that_an_earlier_group_had_is_not_waited_for() -> None:
         await w.join("a", role="critic")
         for rank in (0, 1):
             w.ports[rank].die(rank, "critic")
-        await w.service.refresh()
+        await w.service.nodes.refresh()
         second = await w.join("b")
         await asyncio.gather(w.resume(0, second, deadline_s=2.0), w.resume(1, second, deadline_s=2.0))
         await w.service.end()
@@ -296,7 +296,7 @@ def test_a_cut_is_saved_though_a_node_comes_back_with_a_commit_of_that_step_by_a
         assert line.restored is None
         old.die(0)
         w.ports.append(old)  # the first is back
-        await w.service.refresh()
+        await w.service.nodes.refresh()
         assert [c.step for c in w.service.checkpoints() if c.committed] == [2]
         w.end(1, line, [0])
         w.end(2, line, [0])
@@ -347,7 +347,7 @@ def test_a_coordinator_that_dies_between_two_answers_to_resume_tells_the_other_t
         asked = w.resume(1, membership, deadline_s=5.0)
         await asyncio.sleep(0.3)
         late.set()
-        await w.service.refresh()
+        await w.service.nodes.refresh()
         assert (await asked).key == line.key
         await w.service.end()
 
@@ -390,23 +390,13 @@ def test_what_ray_train_names_may_have_been_collected_since(tmp_path: Any) -> No
     from lastgood.coordinator.catalog import Checkpoint, Standing
     from lastgood.coordinator.messages import AttemptHead
     from lastgood.coordinator.retention import collect_remotely
-    from lastgood.storage.manifest import Completed
     from lastgood.storage.store import FileStore
     from lastgood.storage.verify import open_checkpoint
     from tests.unit.memory_world import PATHS
+    from tests.unit.storage_samples import completed_of
 
     store, head = FileStore(tmp_path / "store"), AttemptHead("A3", 3, 1, 3)
-    completed = Completed(
-        run="run",
-        attempt="A3",
-        step=3,
-        epoch=1,
-        sequence=3,
-        manifest_sha256="0" * 64,
-        kind="scheduled",
-        participants=("n",),
-        committed_at="2031-05-06T07:08:09.123Z",
-    )
+    completed = completed_of(3, "A3")
     store.create_exclusive(PATHS.completed(3, "A3"), completed.to_bytes())
     collect_remotely(store, PATHS, head, "retention")
     (tmp_path / "pointers").mkdir()

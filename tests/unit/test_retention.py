@@ -15,6 +15,7 @@ from lastgood.storage.errors import StoreError
 from lastgood.storage.layout import RunPaths
 from lastgood.storage.manifest import Completed, Tombstone, read_completed
 from lastgood.storage.store import FileStore
+from tests.unit.storage_samples import completed_of
 
 PATHS = RunPaths("", "run")
 
@@ -65,17 +66,7 @@ class Recorder(FileStore):
 
 def durable(store: FileStore, step: int) -> AttemptHead:
     head = AttemptHead(f"A{step}", step, 1, step)
-    completed = Completed(
-        run="run",
-        attempt=head.attempt,
-        step=step,
-        epoch=1,
-        sequence=step,
-        manifest_sha256="0" * 64,
-        kind="scheduled",
-        participants=("n",),
-        committed_at="2031-05-06T07:08:09.123Z",
-    )
+    completed = completed_of(step, head.attempt)
     store.create_exclusive(f"{PATHS.attempt_dir(step, head.attempt)}/actor/rank_00000.model.safetensors", b"x")
     store.create_exclusive(PATHS.manifest(step, head.attempt), b"{}")
     store.create_exclusive(PATHS.completed(step, head.attempt), completed.to_bytes())

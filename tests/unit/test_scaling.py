@@ -282,16 +282,16 @@ def test_registrations_of_all_members_take_one_hello_per_node_not_one_of_every_n
         last = ports.pop()
         await service.boot()
         calls.clear()
-        await asyncio.gather(*(service.node_changed(port.node) for port in ports for _ in range(8)))
+        await asyncio.gather(*(service.nodes.node_changed(port.node) for port in ports for _ in range(8)))
         assert len(ports) <= calls["hello"] <= len(ports) + 1  # the first change is told before the others have come
         calls.clear()
-        await service.node_changed(ports[0].node)  # a later change is asked for anew
+        await service.nodes.node_changed(ports[0].node)  # a later change is asked for anew
         assert calls["hello"] == 1
         calls.clear()
         ports.append(last)  # a new node: found by discovery, the others are not asked again
-        assert service.missing().members
-        await service.node_changed(last.node)
-        assert calls["hello"] == 1 and not service.missing().members
+        assert service.nodes.missing().members
+        await service.nodes.node_changed(last.node)
+        assert calls["hello"] == 1 and not service.nodes.missing().members
         await end(service)
 
     asyncio.run(scene())
@@ -308,8 +308,8 @@ def test_a_node_whose_stager_was_replaced_is_found_again_when_it_tells_of_a_chan
 
         old.hello = dead
         ports[0] = type(old)(old._fleet, old.node, fleet_calls)
-        await service.node_changed(old.node)
-        assert fleet_calls["hello"] == 1 and service._silent == set()
+        await service.nodes.node_changed(old.node)
+        assert fleet_calls["hello"] == 1 and service.nodes.silent == set()
         await end(service)
 
     asyncio.run(scene())

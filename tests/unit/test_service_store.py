@@ -19,9 +19,9 @@ from lastgood.coordinator.service import Service
 from lastgood.storage.errors import StoreError, StoreUnavailableError
 from lastgood.storage.files import temporary_beside
 from lastgood.storage.lanes import Lane
-from lastgood.storage.manifest import Completed
 from lastgood.storage.store import ABANDONED_S, FileStore
 from tests.unit.memory_world import PATHS
+from tests.unit.storage_samples import completed_of
 
 
 async def until(done: Callable[[], bool]) -> None:
@@ -80,17 +80,7 @@ def test_a_coordinator_finishes_a_collection_that_an_earlier_one_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, head = FileStore(tmp_path / "store"), AttemptHead("A3", 3, 1, 3)
-    completed = Completed(
-        run="run",
-        attempt="A3",
-        step=3,
-        epoch=1,
-        sequence=3,
-        manifest_sha256="0" * 64,
-        kind="scheduled",
-        participants=("n",),
-        committed_at="2031-05-06T07:08:09.123Z",
-    )
+    completed = completed_of(3, "A3")
     store.create_exclusive(PATHS.shard(3, "A3", "actor/rank_00000.model.safetensors"), b"x")
     store.create_exclusive(PATHS.completed(3, "A3"), completed.to_bytes())
 

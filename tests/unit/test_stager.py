@@ -49,6 +49,7 @@ from lastgood.workers.member import Member
 from lastgood.workers.orders import Answer, ImageRequest, Order, OrderKind
 from lastgood.workers.processes import pid_namespace_of_this_process
 from lastgood.workers.stager import Stager, StagerConfig
+from tests.unit.storage_samples import completed_of
 
 ACTOR = MemberId("actor", 0)
 
@@ -386,17 +387,7 @@ def test_a_store_that_is_another_place_on_this_node_is_refused(node: Node) -> No
 def test_every_call_of_a_coordinator_refuses_the_past(node: Node) -> None:
     node.call("hello", 7, [])
     at = head(epoch=6)
-    completed = Completed(
-        run="run",
-        attempt="A1",
-        step=1,
-        epoch=6,
-        sequence=1,
-        manifest_sha256="0" * 64,
-        kind="scheduled",
-        participants=(node.stager.node,),
-        committed_at="2031-05-06T07:08:09.123Z",
-    )
+    completed = completed_of(1, "A1", epoch=6, participant=node.stager.node)
     calls: dict[str, tuple[Any, ...]] = {
         "hello": ([],),
         "mark": (1, 1.0),
