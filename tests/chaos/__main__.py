@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-from .campaign import run_trials
-from .report import read, summary, table
+from tests.chaos.campaign import run_trials
+from tests.chaos.report import read, summary, table
 
 BUILD = Path(__file__).parents[2] / "build" / "chaos"
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.storage import failpoints
-
-from .field import Field
-from .plan import Fault
+from tests.chaos.field import Field
+from tests.chaos.plan import Fault
 
 GONE_S = 10.0
 TITLES = {"member": "Rank", "stager": "StagerActor", "coordinator": "CoordinatorActor"}

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .breaker import TITLES, lives
-from .field import Field
-from .plan import Plan, draw
-from .trial import Conduct
+from tests.chaos.breaker import TITLES, lives
+from tests.chaos.field import Field
+from tests.chaos.plan import Plan, draw
+from tests.chaos.trial import Conduct
 
 QUIET_S = 15.0
 Say = Callable[[str], None]

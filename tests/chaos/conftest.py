@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .campaign import Campaign
+from tests.chaos.campaign import Campaign
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,10 +21,9 @@ from unittest import mock
 from ray.cluster_utils import Cluster
 
 from lastgood.storage.failpoints import VARIABLE
+from tests.chaos.network import HOME, Network, netns_of
 from tests.nursery import newborn
 from tests.nursery.nursery import Nursery
-
-from .network import HOME, Network, netns_of
 
 TOKEN = "CHAOS_TOKEN"
 END_S = 30.0

@@ -20,14 +20,14 @@ from lastgood.storage.manifest import LedgerEntry, Record
 from lastgood.storage.verify import RejectKind, find_committed
 
 if TYPE_CHECKING:
-    from .trial import Conduct
+    from tests.chaos.trial import Conduct
 
 LEFT_S = 20.0  # how long lastgood's processes may take to go after close
 
 
 def judge(trial: Conduct) -> None:
     """Raises TrialError with every promise that was broken."""
-    from .trial import TrialError
+    from tests.chaos.trial import TrialError
 
     broken = [
         sentence

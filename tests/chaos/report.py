@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .plan import KINDS, SAID
+from tests.chaos.plan import KINDS, SAID
 
 ORDER = (
     "start",

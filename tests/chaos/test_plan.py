@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from .journal import Journal, Reader
-from .plan import KINDS, PHASES, SAID, VICTIMS, draw
-from .report import ORDER, read, summary, table
+from tests.chaos.journal import Journal, Reader
+from tests.chaos.plan import KINDS, PHASES, SAID, VICTIMS, draw
+from tests.chaos.report import ORDER, read, summary, table
 
 ROOT = Path(__file__).parents[2]
 

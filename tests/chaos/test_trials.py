@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .campaign import Campaign
-from .plan import Fault, Moment, Plan
+from tests.chaos.campaign import Campaign
+from tests.chaos.plan import Fault, Moment, Plan
 
 # One for each kind of victim that a network of one's own is not needed for. At a named point each, so that it fires.
 FAULTS = {

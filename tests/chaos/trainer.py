@@ -23,10 +23,9 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import lastgood
+from tests.chaos.journal import Journal
 from tests.cluster import world as world_module
 from tests.cluster.world import Rank, rank_state
-
-from .journal import Journal
 
 POLL_S = 0.05
 FIRST_SEED = 7  # of the first ranks; later ones are made unlike them, so that a resume is seen

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .breaker import Breaker, Hold, lives
-from .field import Field
-from .journal import Entry, Reader
-from .judge import judge
-from .plan import PHASES, RESUMING, Fault, Plan
-from .roots import Roots
-from .trainer import Errand
+from tests.chaos.breaker import Breaker, Hold, lives
+from tests.chaos.field import Field
+from tests.chaos.journal import Entry, Reader
+from tests.chaos.judge import judge
+from tests.chaos.plan import PHASES, RESUMING, Fault, Plan
+from tests.chaos.roots import Roots
+from tests.chaos.trainer import Errand
 
 ROUND_S = 0.01
 STUCK_S = 150.0

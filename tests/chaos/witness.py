@@ -18,8 +18,7 @@ import ray.exceptions
 
 import lastgood
 from lastgood.coordinator.names import NAMESPACE, coordinator_name
-
-from .journal import Journal
+from tests.chaos.journal import Journal
 
 POLL_S = 0.15
 ANSWER_S = 1.0

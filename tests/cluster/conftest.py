@@ -14,11 +14,10 @@ import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
 from lastgood.storage import failpoints
+from tests.cluster import world as world_module
+from tests.cluster.world import World
 from tests.nursery import newborn
 from tests.nursery.nursery import Nursery
-
-from . import world as world_module
-from .world import World
 
 ray.cloudpickle.register_pickle_by_value(world_module)  # workers need not find the tests on their path
 

@@ -13,8 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import lastgood
 from lastgood.workers.install import leave
-
-from .world import World, until
+from tests.cluster.world import World, until
 
 
 def grow_old(world: World) -> None:

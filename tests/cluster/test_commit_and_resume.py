@@ -12,8 +12,7 @@ from lastgood.coordinator.actor import SHARE_BYTES
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
 from lastgood.workers.install import leave
-
-from .world import World, rank_state, until
+from tests.cluster.world import World, rank_state, until
 
 
 def uninterrupted(world: World, steps: int) -> tuple[list[list[float]], list[str]]:

@@ -15,9 +15,8 @@ import pytest
 import lastgood
 from lastgood.coordinator.outcomes import StepOutcome
 from lastgood.storage import failpoints
+from tests.cluster.world import LIMIT_S, World, until
 from tests.containment.disks import full, must, tmpfs
-
-from .world import LIMIT_S, World, until
 
 
 @contextlib.contextmanager

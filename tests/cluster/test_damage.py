@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
-
-from .world import World, flip
+from tests.cluster.world import World, flip
 
 
 def truncate(path: Path) -> None:

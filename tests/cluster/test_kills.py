@@ -9,8 +9,7 @@ import lastgood
 from lastgood.storage import failpoints
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
-
-from .world import World, kill, until
+from tests.cluster.world import World, kill, until
 
 
 def whole(world: World, step: int) -> None:

@@ -17,8 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import lastgood
 from lastgood.storage.manifest import Manifest
-
-from .world import LIMIT_S, Rank, World, kill, rank_state, until
+from tests.cluster.world import LIMIT_S, Rank, World, kill, rank_state, until
 
 
 class LedRank(Rank):

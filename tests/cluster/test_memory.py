@@ -6,8 +6,7 @@ import pytest
 import ray
 
 import lastgood
-
-from .world import World, kill, until
+from tests.cluster.world import World, kill, until
 
 
 def keep(world: World, *steps: int) -> None:

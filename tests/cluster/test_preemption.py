@@ -11,8 +11,7 @@ from pathlib import Path
 import ray
 
 from lastgood.storage.manifest import Manifest
-
-from .world import World, until
+from tests.cluster.world import World, until
 
 DRIVER = """
 import sys

@@ -10,8 +10,7 @@ import ray
 
 import lastgood
 from lastgood.coordinator.ray_names import session_dir
-
-from .world import World, rank_state
+from tests.cluster.world import World, rank_state
 
 
 def test_roots_that_cannot_be_kept_are_refused(world: World) -> None:

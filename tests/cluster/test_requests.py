@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
-
-from .world import World, until
+from tests.cluster.world import World, until
 
 
 def command(world: World, *arguments: str) -> list[str]:

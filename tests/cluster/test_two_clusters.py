@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
-
-from .world import World, until
+from tests.cluster.world import World, until
 
 SECOND = """
 import sys, ray, lastgood

@@ -15,9 +15,8 @@ import pytest
 
 from lastgood.storage import files
 from lastgood.storage.direct import PAGE_BYTES
-
-from .disks import ext4, frozen, full, immutable, read_only, tmpfs, without_inodes
-from .small_run import SmallRun, seconds_of, until
+from tests.containment.disks import ext4, frozen, full, immutable, read_only, tmpfs, without_inodes
+from tests.containment.small_run import SmallRun, seconds_of, until
 
 
 @pytest.fixture

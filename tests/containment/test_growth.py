@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .small_run import SmallRun
+from tests.containment.small_run import SmallRun
 
 SAVES = 200
 VALUES = 50_000  # of each rank: 200 kB

@@ -15,8 +15,7 @@ from lastgood.coordinator.outcomes import SaveOutcome
 from lastgood.storage import files
 from lastgood.storage.errors import DeadlineError
 from lastgood.workers.gate import Gate
-
-from .small_run import SmallRun, seconds_of, until
+from tests.containment.small_run import SmallRun, seconds_of, until
 
 HURRY = {"snapshot_s": 1.5, "mark_s": 1.5}
 

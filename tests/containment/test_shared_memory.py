@@ -13,9 +13,8 @@ import torch
 
 from lastgood.storage.errors import StagingError
 from lastgood.workers.images import ImageRoom
-
-from .disks import full, tmpfs, without_inodes
-from .small_run import SmallRun, seconds_of, until
+from tests.containment.disks import full, tmpfs, without_inodes
+from tests.containment.small_run import SmallRun, seconds_of, until
 
 
 @pytest.fixture

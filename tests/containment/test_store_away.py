@@ -12,9 +12,8 @@ import pytest
 from lastgood.storage.layout import RunPaths
 from lastgood.storage.manifest import EpochNote
 from lastgood.storage.store import FileStore
-
-from .disks import ext4, frozen, full, immutable, must, read_only, tmpfs
-from .small_run import SmallRun, until
+from tests.containment.disks import ext4, frozen, full, immutable, must, read_only, tmpfs
+from tests.containment.small_run import SmallRun, until
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ import argparse
 import logging
 import sys
 
-from .campaign import Campaign
-from .cluster import no_links
-from .memory import folder_in_memory
-from .plants import PLANTS
+from tests.crash.campaign import Campaign
+from tests.crash.cluster import no_links
+from tests.crash.memory import folder_in_memory
+from tests.crash.plants import PLANTS
 
 
 def main() -> int:

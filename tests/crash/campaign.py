@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .children import Heard, Telling, tell
-from .cluster import Place, make_disks
-from .disk_model import Disks, Tree, joined, key, read_tree, split, write_tree
-from .journal import Mark, known_after
-from .judge import Broken, Judge, hold
-from .operations import Operation
-from .recovery import recover
-from .story import CHAPTERS
+from tests.crash.children import Heard, Telling, tell
+from tests.crash.cluster import Place, make_disks
+from tests.crash.disk_model import Disks, Tree, joined, key, read_tree, split, write_tree
+from tests.crash.journal import Mark, known_after
+from tests.crash.judge import Broken, Judge, hold
+from tests.crash.operations import Operation
+from tests.crash.recovery import recover
+from tests.crash.story import CHAPTERS
 
 NAMES = ("link", "rename", "mkdir")  # after one of these, a name is seen that a power loss may take
 

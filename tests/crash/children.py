@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from . import cluster, plants, story
-from .cluster import Place
-from .journal import Journal, Mark
-from .operations import Layer, Operation, Perform
+from tests.crash import cluster, plants, story
+from tests.crash.cluster import Place
+from tests.crash.journal import Journal, Mark
+from tests.crash.operations import Layer, Operation, Perform
 
 ENDS_S = 60.0  # for a thread whose pool was shut down
 _LENGTH = struct.Struct("<Q")

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from .campaign import Campaign, Recorded
-from .cluster import no_links
-from .memory import folder_in_memory
+from tests.crash.campaign import Campaign, Recorded
+from tests.crash.cluster import no_links
+from tests.crash.memory import folder_in_memory
 
 
 @pytest.fixture(scope="session")

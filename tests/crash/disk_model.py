@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lastgood.storage.files import is_temporary
-
-from .operations import Operation
+from tests.crash.operations import Operation
 
 Tree = dict[str, bytes | None]  # path -> content; None: a directory
 Key = frozenset[tuple[str, bytes | None]]

@@ -38,10 +38,9 @@ from lastgood.storage.manifest import (
 from lastgood.storage.store import FileStore
 from lastgood.storage.verify import RejectKind, find_committed, open_checkpoint, read_verified, verify_attempt
 from lastgood.workers.disk import NodeDisk
-
-from .cluster import COMMITTED_AT, NODES, PATHS, RUN
-from .disk_model import Key, Tree, Trees, key, write_tree
-from .journal import Mark
+from tests.crash.cluster import COMMITTED_AT, NODES, PATHS, RUN
+from tests.crash.disk_model import Key, Tree, Trees, key, write_tree
+from tests.crash.journal import Mark
 
 M = TypeVar("M", bound=FileModel)
 ROOTS = {**dict.fromkeys(NODES, "staging"), "nas": "store"}  # disk -> the root on it

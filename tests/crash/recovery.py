@@ -14,10 +14,9 @@ from lastgood.coordinator.epochs import claim_epoch
 from lastgood.coordinator.retention import collect_remotely
 from lastgood.coordinator.settings import Settings
 from lastgood.storage.manifest import Manifest, Tombstone
-
-from .cluster import COMMITTED_AT, NODES, PATHS, RUN, Place, Stagers
-from .disk_model import read_tree, split
-from .judge import ROOTS, STORE, Broken, Judge, Root, View, nobodys
+from tests.crash.cluster import COMMITTED_AT, NODES, PATHS, RUN, Place, Stagers
+from tests.crash.disk_model import read_tree, split
+from tests.crash.judge import ROOTS, STORE, Broken, Judge, Root, View, nobodys
 
 WAIT_S = 60.0
 

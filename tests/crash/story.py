@@ -14,9 +14,8 @@ from lastgood.coordinator.messages import AttemptHead, RecordState, SnapshotOrde
 from lastgood.coordinator.retention import collect_remotely
 from lastgood.storage.errors import StagingError
 from lastgood.storage.manifest import Completed, Manifest, MemberRecord, RoleRecord, ShardRecord
-
-from .cluster import COMMITTED_AT, COMPONENTS, DECLARATIONS, MEMBERS, NODES, PATHS, RUN, Place, Stagers
-from .journal import Journal
+from tests.crash.cluster import COMMITTED_AT, COMPONENTS, DECLARATIONS, MEMBERS, NODES, PATHS, RUN, Place, Stagers
+from tests.crash.journal import Journal
 
 FIRST = AttemptHead("A1", 1, 1, 1)
 REFUSED = AttemptHead("A2", 2, 1, 2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .campaign import NAMES, Campaign, Recorded
-from .story import CHAPTERS
+from tests.crash.campaign import NAMES, Campaign, Recorded
+from tests.crash.story import CHAPTERS
 
 NUMBERS = {chapter: number for number, chapter in enumerate(CHAPTERS, 1)}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from .campaign import Campaign, Found
-from .cluster import no_links
-from .memory import folder_in_memory
-from .plants import PLANTS
+from tests.crash.campaign import Campaign, Found
+from tests.crash.cluster import no_links
+from tests.crash.memory import folder_in_memory
+from tests.crash.plants import PLANTS
 
 # What the judge says of each (part of one of its sentences).
 SAYS = {

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from lastgood.storage.direct import PAGE_BYTES, DirectMode
-
-from .campaign import Recorded
-from .cluster import SHARD_BYTES
-from .memory import folder_in_memory
-from .story import CHAPTERS
+from tests.crash.campaign import Recorded
+from tests.crash.cluster import SHARD_BYTES
+from tests.crash.memory import folder_in_memory
+from tests.crash.story import CHAPTERS
 
 
 def test_python_s_own_audit_events_tell_of_the_same_changes(chapters: dict[str, Recorded]) -> None:
@@ -83,7 +82,7 @@ print(*(f"{kind}={count}" for kind, count in seen.items()))
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed here")
 def test_the_kernel_sees_the_same_operations() -> None:
-    from .cluster import make_disks
+    from tests.crash.cluster import make_disks
 
     with folder_in_memory() as folder:
         root, images, log = folder / "disks", folder / "images", folder / "log"

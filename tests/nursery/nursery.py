@@ -23,8 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import newborn
-from .namespaces import HOME, enter
+from tests.nursery import newborn
+from tests.nursery.namespaces import HOME, enter
 
 _OF_ALL = (
     "torch",

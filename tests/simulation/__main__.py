@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .report import run_seeds
+from tests.simulation.report import run_seeds
 
 
 def main() -> int:

@@ -23,8 +23,7 @@ from lastgood.coordinator.messages import (
     SnapshotOrder,
 )
 from lastgood.storage.errors import FencedError, StagingError, StoreUnavailableError, UsageError, WindowClosedError
-
-from .referee import Referee
+from tests.simulation.referee import Referee
 
 ACCEPT, REFUSE = RecordState.ACCEPT, RecordState.REFUSE
 

@@ -14,7 +14,7 @@ from lastgood.coordinator.messages import AttemptHead, RecordState, SaveState
 from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 
 if TYPE_CHECKING:
-    from .world import Coordinator, World
+    from tests.simulation.world import Coordinator, World
 
 ACCEPT, REFUSE = RecordState.ACCEPT, RecordState.REFUSE
 

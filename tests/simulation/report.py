@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lastgood.storage.errors import IllegalMoveError
-
-from .schedules import run_seed
+from tests.simulation.schedules import run_seed
 
 FAULTS = (AssertionError, IllegalMoveError)  # BrokenPromise is an AssertionError
 TRACE_LINES = 80

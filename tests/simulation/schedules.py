@@ -8,9 +8,8 @@ from collections.abc import Callable
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.messages import SaveState
 from lastgood.coordinator.outcomes import reached
-
-from .referee import BrokenPromise
-from .world import Coordinator, World
+from tests.simulation.referee import BrokenPromise
+from tests.simulation.world import Coordinator, World
 
 STEPS = 40  # random actions before everything heals; short ones, so that there can be many
 

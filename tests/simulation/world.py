@@ -16,10 +16,9 @@ from lastgood.coordinator.messages import Blame, MemberId, RoleDeclaration, Save
 from lastgood.coordinator.policies import Decision
 from lastgood.coordinator.protocol import Deadlines, Protocol, Settings
 from lastgood.storage.errors import FencedError, LastgoodError
-
-from . import planted
-from .nodes import SimNode, SimStore, manifest_bytes
-from .referee import Referee
+from tests.simulation import planted
+from tests.simulation.nodes import SimNode, SimStore, manifest_bytes
+from tests.simulation.referee import Referee
 
 DEADLINES = Deadlines(save_s=20.0, pause_s=2.0, snapshot_s=3.0, stage_s=4.0, accept_s=3.0)
 

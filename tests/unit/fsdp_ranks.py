@@ -28,8 +28,7 @@ from lastgood.storage.manifest import Manifest, RoleRecord, ShardRecord
 from lastgood.workers import load
 from lastgood.workers.member import Member
 from lastgood.workers.rng_state import RNG
-
-from .checkpoints import bits, locate_in, make_manifest, save
+from tests.unit.checkpoints import bits, locate_in, make_manifest, save
 
 STEPS = 4
 RESUMED = 2

@@ -14,9 +14,8 @@ import torch
 
 from lastgood.storage.errors import IntegrityError
 from lastgood.workers import load
-
-from .checkpoints import bits, locate_in
-from .fsdp_ranks import RESUMED, STEPS, Run, manifest_in
+from tests.unit.checkpoints import bits, locate_in
+from tests.unit.fsdp_ranks import RESUMED, STEPS, Run, manifest_in
 
 ROOT = Path(__file__).parents[2]
 

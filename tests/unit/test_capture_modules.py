@@ -12,8 +12,7 @@ from torch import nn
 from lastgood.storage.errors import FingerprintError, SnapshotError, UsageError
 from lastgood.workers import load
 from lastgood.workers.member import Member
-
-from .checkpoints import bits, checkpoint, locate_in, round_trip
+from tests.unit.checkpoints import bits, checkpoint, locate_in, round_trip
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),

@@ -21,8 +21,7 @@ from lastgood.workers.component import private_copy
 from lastgood.workers.member import Member
 from lastgood.workers.rng_state import RNG
 from lastgood.workers.small_state import Value
-
-from .checkpoints import checkpoint, image_of, locate_in
+from tests.unit.checkpoints import checkpoint, image_of, locate_in
 
 
 def restore(folder: Path, manifest: Any, member: Member) -> None:

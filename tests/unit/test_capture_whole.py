@@ -23,8 +23,7 @@ from lastgood.workers import load
 from lastgood.workers.member import Member
 from lastgood.workers.rng_state import RNG
 from lastgood.workers.small_state import Value
-
-from .checkpoints import checkpoint, locate_in, manifest_of, save
+from tests.unit.checkpoints import checkpoint, locate_in, manifest_of, save
 
 NUMBERS: Any = list(range(20))
 

@@ -22,8 +22,7 @@ from lastgood.storage.digest import digest_blocks, threads_for
 from lastgood.storage.direct import PAGE_BYTES
 from lastgood.storage.errors import StagingError
 from lastgood.storage.files import WriteProgress, write_image
-
-from .storage_samples import run_child
+from tests.unit.storage_samples import run_child
 
 PIECE_BYTES = 64 << 10
 BLOCK_BYTES = 100_000  # no multiple of a page, as nothing demands one

@@ -22,8 +22,7 @@ from lastgood.workers.pieces import SavedTensor
 from lastgood.workers.rng_state import RNG
 from lastgood.workers.shard_reader import ShardReader
 from lastgood.workers.small_state import Value
-
-from .checkpoints import BLOCK_BYTES, bits, checkpoint, image_of, locate_in, manifest_of, save
+from tests.unit.checkpoints import BLOCK_BYTES, bits, checkpoint, image_of, locate_in, manifest_of, save
 
 
 class Run:

@@ -15,8 +15,7 @@ from lastgood.storage import digest as digest_module
 from lastgood.storage import failpoints, files
 from lastgood.storage.digest import RunningDigest, digest_blocks
 from lastgood.storage.errors import IntegrityError, StagingError
-
-from .storage_samples import run_child
+from tests.unit.storage_samples import run_child
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -20,8 +20,7 @@ from safetensors import safe_open
 from lastgood.storage.errors import FormatVersionError, IntegrityError, SnapshotError
 from lastgood.storage.image import PAGE_BYTES, ImageLayout, read_image
 from lastgood.storage.tree import flatten
-
-from .storage_samples import same, tensor_of, torch_dtypes
+from tests.unit.storage_samples import same, tensor_of, torch_dtypes
 
 
 def image_of(tree: Any) -> bytearray:

@@ -31,8 +31,7 @@ from lastgood.storage.manifest import (
     Tombstone,
     read_completed,
 )
-
-from .storage_samples import CREATED, manifest_of, shard_record
+from tests.unit.storage_samples import CREATED, manifest_of, shard_record
 
 
 def whole() -> Manifest:

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from lastgood.storage.errors import EncodeError, IntegrityError, UsageError
 from lastgood.storage.image import ImageLayout, read_image
 from lastgood.storage.tree import ShardedPiece, flatten, rebuild, register_enum
-
-from .storage_samples import Color, same, tensor_of, torch_dtypes, trees
+from tests.unit.storage_samples import Color, same, tensor_of, torch_dtypes, trees
 
 
 def round_trip(tree: Any) -> Any:
@@ -270,7 +269,7 @@ def test_a_malformed_skeleton_is_an_integrity_error(node: Any) -> None:
 
 
 def test_storage_without_tensors_is_usable_without_torch(tmp_path: Path) -> None:
-    from .storage_samples import run_child
+    from tests.unit.storage_samples import run_child
 
     child = run_child(
         """

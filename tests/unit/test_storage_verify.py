@@ -22,8 +22,7 @@ from lastgood.storage.verify import (
     read_verified,
     verify_attempt,
 )
-
-from .storage_samples import CREATED, write_attempt
+from tests.unit.storage_samples import CREATED, write_attempt
 
 Attempt = tuple[Path, Manifest]
 
