@@ -25,11 +25,12 @@ from ..storage.ids import ulid
 from ..storage.image import BoundImage, ImageLayout
 from ..storage.manifest import Manifest, ShardRecord
 from ..storage.tree import Flat, flatten
-from .images import Image
+from .images import HEADER_BYTES, Image
 from .load import PreparedMember, apply_all, prepare
 from .member import Member
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .processes import pid_namespace_of_this_process
+from .shard_reader import ShardCopy
 
 log = logging.getLogger("lastgood.agent")
 
@@ -300,7 +301,6 @@ class Agent:
         self, head: AttemptHead, request: LoadRequest, members: Mapping[MemberId, Member]
     ) -> list[PreparedMember]:
         manifest = Manifest.from_bytes(request.manifest, where=f"the manifest of attempt {head.attempt}")
-
         return [self._prepared(member, manifest, head, request) for member in members.values()]
 
     def _prepared(self, member: Member, manifest: Manifest, head: AttemptHead, request: LoadRequest) -> PreparedMember:
@@ -309,7 +309,7 @@ class Agent:
         findings: list[str] = []
         given: dict[str, str] = {}  # copy -> shard path
 
-        def locate(record: ShardRecord) -> Path:
+        def locate(record: ShardRecord) -> ShardCopy:
             found = self._link.locate(head, record, rejected.get(record.path, []), request.source)
             if found is None:
                 tried = "; ".join(findings) or "it is on no disk that can be reached and not in the store"
@@ -318,8 +318,9 @@ class Agent:
                     path=record.path,
                     attempt=head.attempt,
                 )
-            given[found[0]] = record.path
-            return Path(found[0])
+            path, tier = found
+            given[path] = record.path
+            return ShardCopy(Path(path), HEADER_BYTES if tier == "memory" else 0)
 
         while True:
             try:

@@ -27,6 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = b"LGIMAGE1"
 _HEADER = struct.Struct("<8sIIQQ64s")  # magic, state, zero, capacity, used bytes, attempt id padded with zeros
 _STATE_OFFSET = 8
+HEADER_BYTES = PAGE_BYTES  # before the shard file in an image
 
 
 class ImageState(enum.IntEnum):
@@ -54,11 +55,11 @@ class Image:
         self._mapping = mapping
         self._view = memoryview(mapping)
         magic, _, _, capacity, _, _ = _HEADER.unpack_from(self._view)
-        if magic != _MAGIC or PAGE_BYTES + capacity != len(mapping):
+        if magic != _MAGIC or HEADER_BYTES + capacity != len(mapping):
             self.close()
             raise SnapshotError(f"{path} is not an image of lastgood; remove it if nothing uses it", path=str(path))
         self.capacity = capacity
-        self.payload = self._view[PAGE_BYTES:]
+        self.payload = self._view[HEADER_BYTES:]
 
     @classmethod
     def create(cls, path: Path, payload_bytes: int) -> Image:
@@ -71,14 +72,14 @@ class Image:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise _no_image(path, PAGE_BYTES + capacity, error) from error
+            raise _no_image(path, HEADER_BYTES + capacity, error) from error
         try:
-            os.posix_fallocate(descriptor, 0, PAGE_BYTES + capacity)
+            os.posix_fallocate(descriptor, 0, HEADER_BYTES + capacity)
             os.pwrite(descriptor, _HEADER.pack(_MAGIC, ImageState.FREE, 0, capacity, 0, b""), 0)
-            mapping = mmap.mmap(descriptor, PAGE_BYTES + capacity)
+            mapping = mmap.mmap(descriptor, HEADER_BYTES + capacity)
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise _no_image(path, PAGE_BYTES + capacity, error) from error
+            raise _no_image(path, HEADER_BYTES + capacity, error) from error
         finally:
             os.close(descriptor)
         return cls(path, mapping)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from .component import Component, LoadContext, Reshard
 from .device_fence import synchronize
 from .member import Member
 from .merge import merged_tree, own_tree, require_agreement
-from .shard_reader import ShardReader
+from .shard_reader import ShardCopy, ShardReader
 
-Locate = Callable[[ShardRecord], Path]  # a local file that holds the shard; it is verified here
+Locate = Callable[[ShardRecord], ShardCopy]  # a local copy of the shard; it is verified here
 POLICIES = ("error", "fresh", "rank0")
 
 

@@ -1,13 +1,14 @@
-"""An agent's way to its node's stager through Ray. The only Ray code that runs inside a user's process.
+"""An agent's way to its node's stager: found through Ray, spoken to over a socket (node_socket.py).
 
-The stager is found by name again after every failure, so an agent survives its restart. Handles are held only to
-lastgood's own actors, never to the user's.
+The only Ray code that runs inside a user's process. The stager is found by name again after every failure, so an agent
+survives its restart. Handles are held only to lastgood's own actors, never to the user's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from ..coordinator.ray_names import plain
 from ..storage.errors import LastgoodError, StagingError
 from ..storage.manifest import ShardRecord
 from .agent import StagerGoneError
+from .node_socket import NodeSocket
 from .orders import Answer, ImageRequest, Order
 
 log = logging.getLogger("lastgood.agent")
@@ -33,14 +35,20 @@ class RayStagerLink:
     def __init__(self, run: str, ray_node_id: str) -> None:
         self._name = stager_name(run, ray_node_id)
         self._handle: Any = None
+        self._socket: NodeSocket | None = None  # of the stager that this process is registered with
 
     def register(self, process: str, pid: int, pid_namespace: str, members: Sequence[MemberInfo]) -> str:
-        return self._call("register", CALL_S, process, pid, pid_namespace, members)
+        folder = self._find("register", process, pid, pid_namespace, members)
+        if self._socket is None or self._socket.folder != Path(folder):
+            self._socket = NodeSocket(Path(folder))
+        return folder
 
     def unregister(self, process: str) -> None:
         self._call("unregister", CALL_S, process)
 
     def poll(self, process: str, answer: Answer | None, wait_s: float) -> Order | None:
+        if self._socket is None:
+            return None  # as a stager says to whom it does not know: register again
         return self._call("poll", wait_s + CALL_S, process, answer, wait_s)
 
     def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
@@ -62,10 +70,21 @@ class RayStagerLink:
             log.debug("%s does not take a report: %s", self._name, error)
 
     def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
+        there = self._socket
+        if there is None:
+            raise StagerGoneError(f"this process is not registered with {self._name}")
+        try:
+            return there.call(method, timeout_s, *arguments)
+        except (OSError, EOFError) as error:
+            if self._socket is there:
+                self._socket = None
+            raise StagerGoneError(f"{self._name} does not answer {method}: {error}") from error
+
+    def _find(self, method: str, *arguments: Any) -> Any:
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=timeout_s)
+            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=CALL_S)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, LastgoodError):
                 raise error.cause from None

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,33 @@ from ..storage.image import read_image
 from ..storage.manifest import ShardRecord
 
 
+@dataclass(frozen=True)
+class ShardCopy:
+    """A file that should hold a shard: all of it, or from byte `begin` on (an image in memory has a header page)."""
+
+    path: Path
+    begin: int = 0
+
+
 class ShardReader:
     """One shard, verified as far as it was asked for. Its memory lives as long as a tensor of it does."""
 
-    def __init__(self, path: Path, record: ShardRecord) -> None:
-        """Raises IntegrityError when the file is missing, truncated or longer than the manifest says."""
-        self.path = path
+    def __init__(self, copy: ShardCopy, record: ShardRecord) -> None:
+        """Raises IntegrityError when the file is missing, truncated or longer than the manifest says.
+
+        An image may be longer: it was used for larger states, and has whole pages.
+        """
+        self.path = path = copy.path
         self.record = record
+        self._begin = copy.begin
         self.member = f"{record.role}:{record.rank}"
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._broken(f"it cannot be opened ({error.strerror})") from error
         try:
-            found = os.fstat(self._file).st_size
-            if found != record.nbytes or not found:
+            found = os.fstat(self._file).st_size - copy.begin
+            if found < record.nbytes or (found > record.nbytes and not copy.begin) or not found:
                 raise self._broken(f"it has {found} bytes, and the manifest says {record.nbytes}")
             self._memory = mmap.mmap(-1, record.nbytes)
         except BaseException:
@@ -121,7 +134,7 @@ class ShardReader:
         done = 0
         try:
             while done < len(part):
-                count = os.preadv(self._file, [part[done:]], begin + done)
+                count = os.preadv(self._file, [part[done:]], self._begin + begin + done)
                 if count == 0:
                     raise self._broken(f"it ends at byte {begin + done} of {self.record.nbytes}")
                 done += count

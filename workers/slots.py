@@ -53,7 +53,8 @@ class Slots:
             paths: dict[Key, str] = {}
             for request in requests:
                 key = (request.member, request.component)
-                slot = next((slot for slot in self._slots.get(key, []) if not _is_awaited(slot, awaited)), None)
+                free = [slot for slot in self._slots.get(key, []) if not _is_awaited(slot, awaited)]
+                slot = min(free, key=lambda slot: slot.image.state is ImageState.STAGED, default=None)
                 if slot is None:
                     slot = _Slot(await self._create(request), process)
                     self._slots.setdefault(key, []).append(slot)
@@ -104,11 +105,26 @@ class Slots:
         """The attempts that the component's images were filled for last."""
         return [slot.image.attempt for slot in self._slots.get(key, [])]
 
+    def staged(self, key: Key, attempt: str, nbytes: int) -> Image | None:
+        """The image that a component's shard of an attempt was staged from, if it still lies in memory."""
+        for slot in self._slots.get(key, []):
+            image = slot.image
+            if image.state is ImageState.STAGED and image.attempt == attempt and image.used_bytes == nbytes:
+                return image
+        return None
+
     def bury(self, process: str, given_up: Collection[str]) -> None:
-        """A process is gone. A sealed image outlives it: its attempt may still commit, unless it was given up."""
+        """A process is gone. What it copied whole outlives it, unless that attempt was given up: it may still commit,
+        and a resume reads from it."""
         for key, slot in list(self._all()):
-            needed = slot.image.state is ImageState.SEALED and slot.image.attempt not in given_up
-            if slot.process == process and not needed:
+            whole = slot.image.state in (ImageState.SEALED, ImageState.STAGED)
+            if slot.process == process and not (whole and slot.image.attempt not in given_up):
+                self._destroy(key, slot)
+
+    def drop_orphans(self, living: Collection[str]) -> None:
+        """A resume is over: images that are staged and whose processes are gone are of no more use."""
+        for key, slot in list(self._all()):
+            if slot.image.state is ImageState.STAGED and slot.process not in living:
                 self._destroy(key, slot)
 
     def _all(self) -> Iterator[tuple[Key, _Slot]]:

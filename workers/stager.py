@@ -51,6 +51,7 @@ from ..storage.store import Store
 from .disk import NodeDisk
 from .finder import Finder, PeerRead
 from .images import Image, ImageRoom, ImageState
+from .node_socket import SocketServer
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .priority import lower_this_thread
 from .processes import Processes
@@ -99,6 +100,7 @@ class Stager:
         self._room = ImageRoom(config.image_root, config.run, self.node, self.incarnation)
         self._store = store
         self._processes = Processes(self.node, changed, self._on_death)
+        self._agents = SocketServer(self._room.folder, self, ("unregister", "poll", "provide", "locate"))
         self._slots = Slots(self._room, self.node, config.images_per_component, self._create_image)
         self._snapshots: dict[str, StandingSnapshot] = {}
         self._declarations: tuple[RoleDeclaration, ...] = ()
@@ -121,6 +123,7 @@ class Stager:
     async def close(self) -> None:
         """Lets every agent go, unlinks every image and gives the directory back."""
         self._processes.close()
+        self._agents.close()
         for work in [*self._uploads.values(), *(s.staged for s in self._snapshots.values() if s.staged is not None)]:
             work.cancel()
         self._room.close()
@@ -337,7 +340,9 @@ class Stager:
         return snapshot.staged.result()
 
     async def _stage(self, snapshot: StandingSnapshot) -> tuple[ShardRecord, ...]:
+        """The images stay as they are until they are filled again: a resume that comes before that reads from them."""
         head = snapshot.head
+        staged = False
         try:
             await self._pass("stager.stage.begin")
             results = await asyncio.gather(
@@ -349,6 +354,7 @@ class Stager:
             records = tuple(result for result in results if isinstance(result, ShardRecord))
             await self._pass("stager.stage.written")
             await self._on_disk("write the list of shards in", self._disk.write_staged, head, records)
+            staged = True
         except Exception:
             # Without staged.json it can never be accepted: give the space back now, records need some.
             try:
@@ -357,7 +363,9 @@ class Stager:
                 log.warning("attempt %s failed and its files are still here: %s", head.attempt, error)
             raise
         finally:
-            self._free(snapshot)
+            self._snapshots.pop(head.attempt, None)
+            if not staged:
+                self._drop_images(head.attempt)
         return records
 
     async def _write(self, snapshot: StandingSnapshot, shard: SealedShard) -> ShardRecord:
@@ -511,8 +519,9 @@ class Stager:
         )
 
     async def forget(self, epoch: int) -> None:
-        """Members drop what they loaded and did not apply; fetched copies are deleted."""
+        """Members drop what they loaded and did not apply; fetched copies are deleted, and what dead members left."""
         await self._heed(epoch)
+        self._slots.drop_orphans(self._processes.hosts())
         await self._processes.ask_all(self._hosts(), lambda members: _order(OrderKind.FORGET, epoch, 60.0, members))
         await self._on_disk("clean", self._disk.remove_fetched)
 
@@ -543,7 +552,11 @@ class Stager:
     # -- the agents' side
 
     async def register(self, process: str, pid: int, pid_namespace: str, members: Sequence[MemberInfo]) -> str:
-        """Takes a process in. Returns the path of an image through which the agent proves that it sees our memory."""
+        """Takes a process in. Returns the folder of images, which the agent must see: its calls go over a socket there.
+
+        Raises StagingError when there can be no socket.
+        """
+        await self._agents.open()
         self._processes.register(process, pid, pid_namespace, members)
         return str(self._room.folder)
 
@@ -598,7 +611,11 @@ class Stager:
     async def locate(
         self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
     ) -> tuple[str, str] | None:
-        """Finds a shard for a resume; see Finder.locate."""
+        """Finds a shard for a resume: the image that it was staged from, or see Finder.locate."""
+        key = (MemberId(record.role, record.rank), record.component)
+        image = self._slots.staged(key, head.attempt, record.nbytes) if record.node == self.node else None
+        if image is not None and str(image.path) not in rejected:
+            return str(image.path), "memory"
         return await self._finder.locate(head, record, rejected, source)
 
     # -- other stagers' side

@@ -38,10 +38,6 @@ LIMIT_S = 60.0  # nothing here takes longer
 DUE = Decision(True, "the test saves every step")
 
 
-class Link(LocalLink):
-    """An agent's way to the stager of its node, whichever that is now."""
-
-
 class SmallNode:
     """A node with one rank: directories, stager, agent. `node` names the staging directory, as blames do."""
 
@@ -53,7 +49,7 @@ class SmallNode:
         self.images.mkdir(exist_ok=True)
         self.state: dict[str, Any] = {"weights": Tensors(rank), "cursor": {"seen": 0}}
         self.start()
-        self.agent = Agent("run", Link(self))  # type: ignore[arg-type]
+        self.agent = Agent("run", LocalLink(self))
 
     def start(self) -> None:
         async def build() -> Stager:

@@ -14,6 +14,7 @@ from lastgood.storage.layout import shard_path
 from lastgood.storage.manifest import Manifest, MemberRecord, RoleRecord, ShardRecord
 from lastgood.storage.tree import flatten
 from lastgood.workers.member import Member
+from lastgood.workers.shard_reader import ShardCopy
 
 BLOCK_BYTES = 4096  # small, so that a shard has many blocks
 
@@ -106,9 +107,9 @@ def checkpoint(folder: Path, member: Member, step: int = 1) -> Manifest:
     return manifest_of(step, [member], save(folder, member, step), member.fingerprint())
 
 
-def locate_in(folder: Path) -> Callable[[ShardRecord], Path]:
+def locate_in(folder: Path) -> Callable[[ShardRecord], ShardCopy]:
     """The shards of `folder` for load.prepare."""
-    return lambda record: folder / record.path
+    return lambda record: ShardCopy(folder / record.path)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

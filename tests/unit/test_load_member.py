@@ -20,7 +20,7 @@ from lastgood.workers.component import Component, LoadContext
 from lastgood.workers.member import Member
 from lastgood.workers.pieces import SavedTensor
 from lastgood.workers.rng_state import RNG
-from lastgood.workers.shard_reader import ShardReader
+from lastgood.workers.shard_reader import ShardCopy, ShardReader
 from lastgood.workers.small_state import Value
 from tests.unit.checkpoints import BLOCK_BYTES, bits, checkpoint, image_of, locate_in, manifest_of, save
 
@@ -277,7 +277,7 @@ def test_a_box_of_another_rank_reads_only_the_blocks_it_needs(tmp_path: Path) ->
         [{"w": piece, "small": ShardedPiece(torch.ones(1), (2,), (rank,))} for rank, piece in enumerate(pieces)],
     )
     record = manifest.shards[1]
-    reader = ShardReader(tmp_path / record.path, record)
+    reader = ShardReader(ShardCopy(tmp_path / record.path), record)
     tree = reader.tree(whole=False)
     before = reader.bytes_read
     reader.fetch(tree["small"].tensor)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ from lastgood.workers import stager as stager_module
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import ImageState
 from lastgood.workers.member import Member
-from lastgood.workers.orders import Answer, ImageRequest, Order, OrderKind
+from lastgood.workers.orders import Order, OrderKind
 from lastgood.workers.processes import pid_namespace_of_this_process
+from lastgood.workers.ray_link import RayStagerLink
 from lastgood.workers.stager import Stager, StagerConfig
 from tests.unit.storage_samples import completed_of
 
@@ -70,28 +71,15 @@ class Loop:
         self.thread.join(10)
 
 
-class LocalLink:
-    """StagerLink without Ray."""
+class LocalLink(RayStagerLink):
+    """An agent's link to a stager in this process: introduced without Ray, then over the socket."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Any) -> None:
+        super().__init__("run", "here")
+        self._node = node
 
-    def register(self, process: str, pid: int, pid_namespace: str, members: Sequence[MemberInfo]) -> str:
-        return self.node.call("register", process, pid, pid_namespace, members)
-
-    def unregister(self, process: str) -> None:
-        self.node.call("unregister", process)
-
-    def poll(self, process: str, answer: Answer | None, wait_s: float) -> Order | None:
-        return self.node.call("poll", process, answer, wait_s)
-
-    def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
-        return self.node.call("provide", process, requests)
-
-    def locate(
-        self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
-    ) -> tuple[str, str] | None:
-        return self.node.call("locate", head, record, rejected, source)
+    def _find(self, method: str, *arguments: Any) -> Any:
+        return self._node.call(method, *arguments)
 
 
 class Node:
@@ -244,14 +232,69 @@ def test_a_snapshot_after_the_next_update_has_begun_is_refused_and_copies_nothin
     assert snapshot(node, head("A2", 2)).members[0].step == 2
 
 
-def test_images_outlive_their_process_once_sealed_and_the_attempt_commits(node: Node, agent: Agent) -> None:
-    agent.add(Member.of("actor", 0, 1, training()), "m1")
+def died_after_sealing(node: Node, agent: Agent) -> tuple[torch.Tensor, bytes]:
+    """A member dies when its copy is whole; the attempt commits. Answers its weights and the manifest."""
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
     agent.close()
     assert node.call("hello", 1, []).members == ()
-    commit(node, head())
-    assert node.stager._room.nbytes() == 0
+    return state["model"].weight.detach().clone(), commit(node, head())
+
+
+def rot(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
+
+
+def resumed(node: Node, manifest: bytes) -> torch.Tensor:
+    """The weights that a new process of the member is given."""
+    state = training()
+    update(state)
+    new = Agent("run", LocalLink(node))
+    new.add(Member.of("actor", 0, 1, state), "m2")
+    try:
+        node.call("load", 1, head(), LoadRequest(manifest), 30.0)
+        node.call("apply", 1, head(), 30.0)
+        node.call("forget", 1)
+    finally:
+        new.close()
+    return state["model"].weight.detach().clone()
+
+
+SHARD = "staging/run/global_step_1/A1/actor/rank_00000.model.safetensors"
+
+
+def test_images_outlive_their_process_and_a_resume_reads_from_them(node: Node, agent: Agent) -> None:
+    weights, manifest = died_after_sealing(node, agent)
+    rot(node.root / SHARD, -1 + (node.root / SHARD).stat().st_size)  # so it cannot be from there
+    assert torch.equal(resumed(node, manifest), weights)
+    assert node.stager._room.nbytes() == 0  # nobody needs them after it
+
+
+def test_a_damaged_image_is_passed_over_for_the_file(node: Node, agent: Agent) -> None:
+    weights, manifest = died_after_sealing(node, agent)
+    for _, image in node.stager._slots.images():
+        rot(image.path, 4096 + 20)
+    assert torch.equal(resumed(node, manifest), weights)
+
+
+def test_an_image_that_was_filled_again_is_not_read(node: Node, agent: Agent) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    manifest, weights = commit(node, head()), state["model"].weight.detach().clone()
+    update(state)
+    node.call("mark", 1, 2, 30.0)
+    snapshot(node, head("A2", 2, 1, 2))
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
+    node.call("apply", 1, head(), 30.0)
+    assert torch.equal(state["model"].weight, weights)
 
 
 def test_a_new_coordinator_hears_of_images_that_nobody_staged_and_can_discard_them(node: Node, agent: Agent) -> None:
@@ -690,12 +733,14 @@ def test_a_rejected_copy_is_not_offered_again(node: Node, agent: Agent) -> None:
     staged = node.stager._disk.read_staged(head())
     assert staged
     record = staged[0]
-    local, tier = node.call("locate", head(), record, [], None)
+    image, tier = node.call("locate", head(), record, [], None)
+    assert tier == "memory"
+    local, tier = node.call("locate", head(), record, [image], None)
     assert tier == "local"
-    fetched, tier = node.call("locate", head(), record, [local], None)
+    fetched, tier = node.call("locate", head(), record, [image, local], None)
     assert tier == "store"
     assert Path(fetched).read_bytes() == Path(local).read_bytes()
-    assert node.call("locate", head(), record, [local, fetched], None) is None
+    assert node.call("locate", head(), record, [image, local, fetched], None) is None
 
 
 def test_the_past_is_refused_even_after_a_restart(node: Node) -> None:

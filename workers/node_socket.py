@@ -1,0 +1,174 @@
+"""Calls from the agents of a node to its stager, over a socket in the stager's folder of shared memory.
+
+A step and a stall are made of these calls, and a call of Ray's to an actor with an event loop takes milliseconds. Who
+may open the folder may call: it is the user's alone (mode 0700), and holds the images too. One call at a time on a
+connection; whoever calls at the same time has a connection of their own.
+
+A frame is its length (4 bytes, little-endian) and a pickle of (method, arguments) or (result, error). It goes from one
+live process of the user to another and is never kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..storage.errors import LastgoodError, StagingError
+
+log = logging.getLogger("lastgood.stager")
+
+NAME = "agents"
+_LENGTH = struct.Struct("<I")
+
+
+@contextlib.contextmanager
+def _within(folder: Path) -> Iterator[str]:
+    """The socket's path by way of the open directory: a socket's path may have 107 bytes, and the directory is ours.
+
+    Raises PermissionError when it is not: of a name that was known and is free again anybody can make a folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{folder} is not uid {os.geteuid()}'s alone")
+        yield f"/proc/self/fd/{descriptor}/{NAME}"
+    finally:
+        os.close(descriptor)
+
+
+class SocketServer:
+    """The stager's end. Lives on the event loop on which it is opened; `target` answers the named methods."""
+
+    def __init__(self, folder: Path, target: object, methods: Collection[str]) -> None:
+        self._folder = folder
+        self._target = target
+        self._methods = frozenset(methods)
+        self._opening: asyncio.Future[asyncio.Server] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Begins to listen, once. Raises StagingError."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._listen())
+        await asyncio.shield(self._opening)
+
+    async def _listen(self) -> asyncio.Server:
+        try:
+            with _within(self._folder) as path:
+                return await asyncio.start_unix_server(self._serve, path)
+        except OSError as error:
+            raise StagingError(
+                f"no socket can be made in {self._folder}: {error}. Nothing was changed. Set image_root to a tmpfs "
+                f"that uid {os.getuid()} may write to.",
+                path=str(self._folder),
+                errno=error.errno,
+            ) from error
+
+    def close(self) -> None:
+        """Hears no more; whoever waits for an answer is cut off."""
+        if self._opening is not None and self._opening.done() and not self._opening.exception():
+            self._opening.result().close()
+        for connection in self._connections:
+            connection.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.current_task()
+        assert connection is not None
+        self._connections.add(connection)
+        try:
+            while True:
+                method, arguments = pickle.loads(await _read(reader))  # noqa: S301 - from the user's own process
+                writer.write(_framed(await self._answer(method, arguments)))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the process is gone, or this stager ends
+        except Exception:
+            log.exception("a process of this node sent what is no call; its connection was closed")
+        finally:
+            self._connections.discard(connection)
+            writer.close()
+
+    async def _answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, LastgoodError | None]:
+        if method not in self._methods:
+            return None, StagingError(f"a stager answers no {method!r} to the processes of its node")
+        try:
+            return await getattr(self._target, method)(*arguments), None
+        except LastgoodError as error:
+            return None, error
+        except Exception as error:
+            log.exception("%s failed", method)
+            return None, StagingError(
+                f"the stager could not {method}: {type(error).__name__}: {error}. The previous checkpoint stands; "
+                "look at the stager's log in Ray's dashboard."
+            )
+
+
+class NodeSocket:
+    """An agent's end. `call` from any thread. In a process forked from its maker's it makes connections of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._idle: list[socket.socket] = []
+        self._pid = os.getpid()
+
+    def call(self, method: str, timeout_s: float, *arguments: object) -> Any:
+        """Raises OSError or EOFError when the stager is not there or silent, or the error that it answers with."""
+        if os.getpid() != self._pid:  # two processes on one connection would take each other's answers
+            self._idle, self._pid = [], os.getpid()
+        connection = self._idle.pop() if self._idle else self._connect()
+        try:
+            connection.settimeout(timeout_s)
+            connection.sendall(_framed((method, arguments)))
+            length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
+            result, error = pickle.loads(_receive(connection, length))  # noqa: S301 - from the user's own stager
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Ends the connections that nobody waits on."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            with _within(self.folder) as path:
+                connection.connect(path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _framed(message: object) -> bytes:
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(content)) + content
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0])
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    content = bytearray(nbytes)
+    left = memoryview(content)
+    while left:
+        count = connection.recv_into(left)
+        if not count:
+            raise EOFError("the stager has closed the connection")
+        left = left[count:]
+    return bytes(content)
