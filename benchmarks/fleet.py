@@ -167,6 +167,9 @@ class FleetPort:
     async def release(self, epoch: int, head: AttemptHead) -> None:
         self._count("release")
 
+    async def copying(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        self._count("copying")
+
     async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
         self._count("snapshot")
         return self._fleet.snapshot(self.node, order.head.step)

@@ -138,6 +138,9 @@ class RayStagerPort:
     async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
         return await self._ask("snapshot", epoch, order, limit_s=order.deadline_s + CALL_S)
 
+    async def copying(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        await self._ask("copying", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
+
     async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
         return await self._ask("stage", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
 

@@ -67,7 +67,8 @@ def calls_due(
         for node in nodes:
             if node not in attempt.snapshots and ready(cmd.Snapshot, node):
                 members = attempt.roster.members_of[node]
-                out.append(cmd.Snapshot(head, node, SnapshotOrder(head, members, remaining_s(attempt, now_s))))
+                order = SnapshotOrder(head, members, remaining_s(attempt, now_s), settings.overlapped)
+                out.append(cmd.Snapshot(head, node, order))
         return out
 
     if attempt.to_release:

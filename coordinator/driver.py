@@ -179,7 +179,8 @@ class Driver(Engine):
     ) -> WindowOutcome:
         """Marks the end of `step` at every node with members; returns once training may go on.
 
-        That is at once when nothing is due, else when what is due has been copied (or has failed). `memory`: whether
+        That is at once when nothing is due, else when what is due has been copied (or has failed); when copies overlap,
+        when the copy has begun. `memory`: whether
         a snapshot is to be kept in memory when no save is due. Raises FencedError.
         """
         return await self._open_window(self._mark, step, metrics or {}, due, memory)
@@ -226,6 +227,9 @@ class Driver(Engine):
     ) -> WindowOutcome:
         self._check_alive()
         async with self._window_lock:
+            if self.settings.overlapped:  # a step without an update: nothing has held it back
+                await self._until(lambda: not self.core.copying, math.inf)
+                self._check_alive()
             left_s, began_s = self.settings.deadlines.mark_s, self._clock()
             nodes = self.core.membership.nodes()
             mark = functools.partial(ask, step, left_s)
@@ -243,9 +247,25 @@ class Driver(Engine):
             if not verdict.opened:
                 return WindowOutcome(step, False, verdict.blame, (), verdict.stop)
             await self._until(lambda: not self.core.holds_training, math.inf)
+            await self._until_copying()
             self._check_alive()
             saves = tuple(self._outcome(i) for i in verdict.request_ids if i in self._outcomes)
             return WindowOutcome(step, True, None, saves, any(save.stop for save in saves))
+
+    async def _until_copying(self) -> None:
+        """Returns once no update can change what an overlapped snapshot copies, or nothing is copied any more."""
+        front = self.core.foreground
+        if front is None or not self.core.copying:
+            return
+        left_s = self.settings.deadlines.snapshot_s
+        call = functools.partial(self._copying, head=front.head, left_s=left_s)
+        begun = asyncio.ensure_future(self._everywhere(front.participants, "whether its copy has begun", call, left_s))
+        ended = self._until(lambda: self.core.foreground is not front or not self.core.copying, math.inf)
+        over = asyncio.ensure_future(ended)
+        await asyncio.wait({begun, over}, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (begun, over):
+            waiting.cancel()
+        await asyncio.gather(begun, over, return_exceptions=True)
 
     async def close_window(self) -> None:
         """Before the next update: no copy runs when it returns, and none starts before the next open_window.
@@ -283,6 +303,9 @@ class Driver(Engine):
 
     async def _reopen(self, step: int, left_s: float, port: ParticipantPort) -> NodeSnapshot:
         return await port.reopen(self.settings.epoch, step, left_s)
+
+    async def _copying(self, port: ParticipantPort, head: AttemptHead, left_s: float) -> None:
+        await port.copying(self.settings.epoch, head, left_s)
 
     async def _close(self, port: ParticipantPort, left_s: float) -> None:
         await port.close_window(self.settings.epoch, left_s)

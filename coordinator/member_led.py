@@ -434,7 +434,10 @@ class MemberLed:
         if isinstance(decision, CutAt):
             metrics = self._metrics_of(decision.step)
             outcome = await self._service.cut(decision.step, metrics, line.after)
-            await self._driver.forget_window()
+            if self._service.options.snapshot == "overlapped":  # its copy goes on beside training
+                self._service.background(self._forget_window())
+            else:
+                await self._driver.forget_window()
             self._tell(outcome)
             grants.cut_done(decision.step)
         elif isinstance(decision, GiveUp):
@@ -442,6 +445,10 @@ class MemberLed:
         else:
             self._grant = Grant(line, decision.step, decision.tell_at, self._outcome, self._outcomes)
             await self._pass_on(self._with_news(self._grant))
+
+    async def _forget_window(self) -> None:
+        with contextlib.suppress(FencedError):  # the next decision tells
+            await self._driver.forget_window()
 
     async def _miss(self, given_up: GiveUp) -> None:
         """A cut is not made, since members did not come to it: tells who, where, and what they reported last."""

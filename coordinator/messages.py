@@ -171,6 +171,7 @@ class SnapshotOrder:
     head: AttemptHead
     members: tuple[MemberId, ...]  # those this node must answer for
     deadline_s: float  # remaining seconds for the copy
+    overlapped: bool = False  # the coordinator wants to know when it has begun (ParticipantPort.copying)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,12 @@ class Options(BaseSettings):
         " newest is saved, so a crash costs the step in progress and not those since the last save.",
         ge=1,
     )
+    snapshot: Literal["blocking", "overlapped"] = _option(
+        "blocking",
+        "blocking or overlapped",
+        "Whether end_step waits until the state is copied into memory. overlapped: it returns at once, the copy runs"
+        " beside what follows (a rollout, a forward pass), and the next optimizer step waits for it.",
+    )
     save_first: bool = _option(False, "true or false", "Also save the first step that ends, due or not.")
     save_last: bool = _option(True, "true or false", "close() saves the last step if it is not saved yet.")
     save_total_limit: int | None = _option(

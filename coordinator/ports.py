@@ -60,6 +60,13 @@ class ParticipantPort(Protocol):
         """
         ...
 
+    async def copying(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        """Returns once every member here holds its updates back for the copy of an overlapped snapshot, or it is over.
+
+        Raises DeadlineError.
+        """
+        ...
+
     async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
         """Writes the sealed images of the attempt to the staging directory, hashed and fsynced.
 

@@ -169,11 +169,11 @@ class Protocol:
 
     @property
     def holds_training(self) -> bool:
-        """Whether end_step must still wait: a copy is running, or a due save waits for the foreground."""
+        """Whether end_step must still wait: a copy is running that may not overlap with training, or a due save waits
+        for the foreground."""
         if self.fenced is not None:
             return False
-        copying = self.foreground is not None and self.foreground.phase in COPYING
-        return copying or self.requests.holds_training
+        return (self.copying and not self.settings.overlapped) or self.requests.holds_training
 
     @property
     def copying(self) -> bool:

@@ -126,6 +126,7 @@ class Service:
                 fingerprint=options.fingerprint,
                 on_failure=options.on_failure,
                 max_consecutive_failures=options.max_consecutive_failures,
+                overlapped=options.snapshot == "overlapped",
             ),
             store=self._store,
             new_attempt_id=ulid,

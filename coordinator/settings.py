@@ -39,6 +39,7 @@ class Settings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     on_failure: str = "continue"  # or "abort": the first failed save stops training
     max_consecutive_failures: int = 3  # this many failed saves in a row stop training
+    overlapped: bool = False  # training goes on while the state is copied; its next update waits
     upload: bool = True  # there is a store
     fingerprint: Mapping[str, Any] = field(default_factory=dict)  # JSON values of the run itself, compared at resume
     retry_s: float = 0.5  # first pause before a failed call is asked again; doubles

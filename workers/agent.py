@@ -31,6 +31,7 @@ from .member import Member
 from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
 from .processes import pid_namespace_of_this_process
 from .shard_reader import ShardCopy
+from .stillness import Stillness
 
 log = logging.getLogger("lastgood.agent")
 
@@ -62,6 +63,8 @@ class StagerLink(Protocol):
     def poll(self, process: str, answer: Answer | None, wait_s: float) -> Order | None: ...
 
     def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]: ...
+
+    def copying(self, process: str, attempt: str) -> None: ...
 
     def locate(
         self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
@@ -251,9 +254,13 @@ class Agent:
         with contextlib.ExitStack() as copies:
             for member in members.values():
                 copies.enter_context(member.gate.copying(order.step))
+            if order.overlapped:
+                self._link.copying(self.process, head.attempt)
             flats: dict[tuple[MemberId, str], Flat] = {}
-            for name, member in members.items():
-                for component, tree in member.capture(order.step).items():
+            trees = {name: member.capture(order.step) for name, member in members.items()}
+            before = Stillness({str(name): found for name, found in trees.items()})
+            for name, found in trees.items():
+                for component, tree in found.items():
                     with _blaming(name, component):
                         key = (name, component)
                         flats[key] = flatten(tree)
@@ -270,11 +277,22 @@ class Agent:
                 self._bind(paths[key], image, layout).write(flat)
                 image.seal(layout.nbytes)
                 sealed.append(SealedShard(*key, str(image.path), layout.nbytes, layout.chunks))
+            self._require_still(before, order.step)
             for name, member in members.items():
                 nbytes = sum(self._layouts[key].nbytes for key in flats if key[0] == name)
                 reports.append(member.report(order.step, nbytes))
         log.debug("attempt %s copied in %.3f s", head.attempt, time.monotonic() - began)
         return Answer(order.order_id, tuple(reports), tuple(sealed))
+
+    def _require_still(self, before: Stillness, step: int) -> None:
+        disturbed = before.disturbed()
+        if disturbed is not None:
+            raise SnapshotError(
+                f"{disturbed} was written to while it was copied, by something that is no optimizer step (pid "
+                f"{os.getpid()}); the copy of step {step} may be torn and is not used. The previous checkpoint stands. "
+                "Call before_update() before weights are written, moved or freed by other means, or use "
+                "snapshot='blocking'.",
+            )
 
     def _let_go(self, requests: Sequence[ImageRequest]) -> None:
         """Unmaps images that are gone or too small before others are asked for: memory need not hold both."""

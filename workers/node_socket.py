@@ -53,7 +53,7 @@ class SocketServer:
         self._target = target
         self._methods = frozenset(methods)
         self._opening: asyncio.Future[asyncio.Server] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self) -> None:
         """Begins to listen, once. Raises StagingError."""
@@ -77,13 +77,14 @@ class SocketServer:
         """Hears no more; whoever waits for an answer is cut off."""
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             self._opening.result().close()
-        for connection in self._connections:
+        for connection, writer in list(self._connections.items()):
             connection.cancel()
+            writer.close()  # a call that ends just now may swallow the cancellation; nothing of it goes out
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = asyncio.current_task()
         assert connection is not None
-        self._connections.add(connection)
+        self._connections[connection] = writer
         try:
             while True:
                 method, arguments = pickle.loads(await _read(reader))  # noqa: S301 - from the user's own process
@@ -94,8 +95,9 @@ class SocketServer:
         except Exception:
             log.exception("a process of this node sent what is no call; its connection was closed")
         finally:
-            self._connections.discard(connection)
-            writer.close()
+            del self._connections[connection]
+            if not writer.is_closing():
+                writer.close()
 
     async def _answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, LastgoodError | None]:
         if method not in self._methods:

@@ -43,6 +43,7 @@ class Order:
     head: AttemptHead | None = None
     load: LoadRequest | None = None
     grant: Grant | None = None
+    overlapped: bool = False  # of a snapshot: tell when updates are held back (StagerLink.copying)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,9 @@ class RayStagerLink:
     def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
         return self._call("provide", CALL_S, process, requests)
 
+    def copying(self, process: str, attempt: str) -> None:
+        self._call("member_copying", CALL_S, process, attempt)
+
     def locate(
         self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
     ) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ from ..storage.lanes import Lane
 from ..storage.layout import shard_path
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import Store
+from .copies import Copies
 from .disk import NodeDisk
 from .finder import Finder, PeerRead
 from .images import Image, ImageRoom, ImageState
@@ -70,6 +71,7 @@ LET_GO_S = 5.0  # until a write whose attempt was given up has ended
 DISK_THREADS = 8
 MEMORY_THREADS = 2
 STORE_THREADS = 4
+FOR_AGENTS = ("unregister", "poll", "provide", "member_copying", "locate")
 GRANT_S = 10.0  # until a process that does not ask for its grant is passed over; the next one comes anyway
 
 
@@ -100,11 +102,12 @@ class Stager:
         self._room = ImageRoom(config.image_root, config.run, self.node, self.incarnation)
         self._store = store
         self._processes = Processes(self.node, changed, self._on_death)
-        self._agents = SocketServer(self._room.folder, self, ("unregister", "poll", "provide", "locate"))
+        self._agents = SocketServer(self._room.folder, self, FOR_AGENTS)
         self._slots = Slots(self._room, self.node, config.images_per_component, self._create_image)
         self._snapshots: dict[str, StandingSnapshot] = {}
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
+        self._copies = Copies()
         self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
@@ -278,10 +281,18 @@ class Stager:
         loop = asyncio.get_running_loop()
         began = loop.time()
         await self._pass("stager.snapshot.begin")
-        answers = await self._processes.ask_all(
-            self._processes.hosts(order.members),
-            lambda members: _order(OrderKind.SNAPSHOT, epoch, order.deadline_s, members, step=head.step, head=head),
-        )
+        hosts = self._processes.hosts(order.members)
+        self._copies.expect(head.attempt, hosts)
+        try:
+            answers = await self._processes.ask_all(
+                hosts,
+                lambda members: replace(
+                    _order(OrderKind.SNAPSHOT, epoch, order.deadline_s, members, step=head.step, head=head),
+                    overlapped=order.overlapped,
+                ),
+            )
+        finally:
+            await self._copies.end(head.attempt)
         if head.attempt in self._given_up or head.epoch < self._disk.highest_epoch:
             self._drop_images(head.attempt)  # refused or fenced while it was copied: nobody will ever stage it
             raise SnapshotError(
@@ -310,6 +321,18 @@ class Stager:
                 node=self.node,
             )
         return shard
+
+    async def copying(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        await self._heed(epoch)
+        try:
+            await asyncio.wait_for(self._copies.wait(head.attempt), deadline_s)
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(
+                f"node {self.node} has not begun to copy attempt {head.attempt} within {deadline_s:.1f} s. The "
+                "previous checkpoint stands.",
+                node=self.node,
+                waited_s=deadline_s,
+            ) from error
 
     async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
         await self._heed(epoch)
@@ -567,6 +590,10 @@ class Stager:
     async def poll(self, process: str, answer: Answer | None, wait_s: float) -> Order | None:
         """An agent's long poll; see Processes.poll."""
         return await self._processes.poll(process, answer, wait_s)
+
+    async def member_copying(self, process: str, attempt: str) -> None:
+        """The process holds its updates back until its copy for the attempt has ended."""
+        await self._copies.begin(attempt, process)
 
     async def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
         """Paths of free images with room for what a member will write; see Slots.provide.

@@ -139,7 +139,9 @@ def draw(seed: int, trial: int, *, slots: int, cuttable: bool) -> Plan:
     driver_slot = 1 if cuttable and dice.random() < 0.4 else 0
     points = {**POINTS, **(PAUSING if queue else {}), **(COLLECTING if limit else {})}
     faults = [_fault(dice, list(points), cuttable, slots, first=True)]
-    if dice.random() < 0.5:
+    if dice.random() < 0.15:
+        faults = _pair(dice, slots)
+    elif dice.random() < 0.5:
         later = [*points, *ABORTING, *RESUMING, *RESUMING]
         faults.append(_fault(dice, later, cuttable, slots, first=False))
     return Plan(
@@ -155,6 +157,28 @@ def draw(seed: int, trial: int, *, slots: int, cuttable: bool) -> Plan:
         dice.random() < 0.6,
         tuple(range(slots - 2, slots)),
     )
+
+
+def _pair(dice: random.Random, slots: int) -> list[Fault]:
+    """A fault that makes the run do something rare, and one in the midst of that: it aborts an attempt, or a new
+    coordinator takes over an open window."""
+    aborts = dice.random() < 0.6
+    if aborts:
+        victim, point = dice.choice(
+            (("member", "member.copy"), ("stager", "stager.snapshot.sealed"), ("stager", "storage.write_image.middle"))
+        )
+        rare = dice.choice(list(ABORTING))
+    else:
+        victim = "coordinator"
+        point = dice.choice(("coordinator.upload", "coordinator.complete_remotely", "coordinator.note_durable"))
+        rare = "member.reopen"
+    slot = dice.randrange(slots - 2, slots)
+    first = Fault(victim, "kill", Moment("ended", dice.randint(1, 3), point), slot if victim == "stager" else 0)
+    second = dice.choice(("stager", "coordinator", "member", "driver"))
+    kind = _kind(dice, second, cuttable=False)
+    target = slot if second == "stager" else dice.randrange(2)
+    moment = Moment(*AT_ONCE, rare, dice.uniform(0.0, 0.05))
+    return [first, Fault(second, kind, moment, target, _hold_s(dice, second, kind))]
 
 
 def _fault(dice: random.Random, points: Sequence[str], cuttable: bool, slots: int, *, first: bool) -> Fault:

@@ -29,8 +29,8 @@ def swap(path: Path) -> None:
 DAMAGE = {"flip": flip, "truncate": truncate, "missing": Path.unlink, "swap": swap}
 
 
-def two_commits(world: World) -> tuple[list[str], list[str]]:
-    """Steps 1 and 2 durable; the digests of both."""
+def two_commits(world: World, *, spoilt: bool = True) -> tuple[list[str], list[str]]:
+    """Steps 1 and 2 durable; the digests of both. The images of step 2 that lie in memory are damaged, or are not."""
     world.start()
     world.run.resume()
     world.step(1)
@@ -38,6 +38,8 @@ def two_commits(world: World) -> tuple[list[str], list[str]]:
     world.durable(1)
     world.step(2)
     world.durable(2)
+    if spoilt:
+        world.spoil_images()
     return first, world.digests()
 
 
@@ -73,6 +75,15 @@ def test_a_damaged_shard_falls_back_loudly_and_one_bad_tier_is_healed_from_the_o
                 assert world.digests() == second, (name, place)
     world.step(3)
     assert world.committed(3).step == 3
+
+
+def test_what_lies_in_memory_is_read_first_and_heals_a_damaged_disk_and_store(world: World) -> None:
+    _, second = two_commits(world, spoilt=False)
+    world.update()
+    with damaged(world.shards(2), flip):
+        restored = world.run.resume()
+        assert (restored.step, restored.rejected) == (2, ())
+        assert world.digests() == second
 
 
 def test_any_component_of_any_member_is_checked(world: World) -> None:

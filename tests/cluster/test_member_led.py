@@ -155,8 +155,11 @@ def manifests(world: World) -> dict[int, Manifest]:
     return {manifest.step: manifest for manifest in sorted(told, key=lambda manifest: manifest.step)}
 
 
-def test_both_ranks_are_killed_in_mid_run_and_new_ones_end_as_if_nothing_had_happened(world: World) -> None:
-    led = Led(world, save_freq=4)
+@pytest.mark.parametrize("snapshot", ["blocking", "overlapped"])
+def test_both_ranks_are_killed_in_mid_run_and_new_ones_end_as_if_nothing_had_happened(
+    world: World, snapshot: str
+) -> None:
+    led = Led(world, save_freq=4, snapshot=snapshot)
     digests = led.uninterrupted(15)
     results = led.start(15)
     led.let(10)

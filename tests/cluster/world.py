@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import lastgood
 from lastgood.coordinator.names import NAMESPACE, coordinator_name
 from lastgood.storage import failpoints
+from lastgood.workers.images import HEADER_BYTES
 from lastgood.workers.stager_actor import find_stagers
 
 LIMIT_S = 90.0  # no story waits longer for one condition
@@ -227,6 +228,17 @@ class World:
         )
 
     # -- breaking
+
+    def spoil_images(self) -> None:
+        """Damages every image of the run, so that a resume reads from disks."""
+        images = list(Path("/dev/shm").glob(f"lastgood.*.{self.name}.*/image-*"))
+        assert images
+        for image in images:
+            with image.open("r+b") as file:
+                file.seek(HEADER_BYTES + 9)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1]))
 
     def arm(self, point: str, action: str) -> None:
         for suffix in ("fired", "go"):

@@ -220,7 +220,7 @@ class SmallRun:
             left += [
                 f"image of {component} on {node.rank} is {image.state.name}"
                 for (_, component), image in node.stager._slots.images()
-                if image.state.name in ("SEALED", "STAGED")
+                if image.state.name == "SEALED" or (image.state.name == "STAGED" and image.attempt not in committed)
             ]
         return left
 

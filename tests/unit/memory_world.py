@@ -241,6 +241,9 @@ class MemoryPort:
     async def release(self, epoch: int, head: AttemptHead) -> None:
         await self._pass("release", epoch)
 
+    async def copying(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+        await self._pass("copying", epoch)
+
     async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
         await self._pass("snapshot", epoch)
         if self.updating or order.head.step != self.step:

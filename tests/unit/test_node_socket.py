@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from lastgood.workers.node_socket import NodeSocket, SocketServer
 from tests.unit.test_stager import Loop
 
 LIMIT_S = 60.0
-NAMES = ("echo", "refuse", "fail", "wait")
+NAMES = ("echo", "refuse", "fail", "wait", "stubborn")
 
 
 class Target:
@@ -25,6 +26,7 @@ class Target:
     def __init__(self) -> None:
         self.waiting = threading.Event()
         self.go = asyncio.Event()
+        self.calls = 0
 
     async def echo(self, *arguments: object) -> tuple[object, ...]:
         return arguments
@@ -34,6 +36,14 @@ class Target:
 
     async def fail(self) -> None:
         raise ValueError("a bug")
+
+    async def stubborn(self) -> str:
+        """Ends well although it is cancelled, as wait_for does (3.11) when what it waits for has just come."""
+        self.calls += 1
+        self.waiting.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.go.wait()
+        return "ended"
 
     async def wait(self) -> str:
         self.waiting.set()
@@ -137,6 +147,19 @@ def test_a_call_is_cut_off_when_the_stager_closes(place: Place) -> None:
             waiting.result(LIMIT_S)
     with pytest.raises((OSError, EOFError)):
         there.call("echo", LIMIT_S, 1)
+
+
+def test_a_closed_stager_answers_nobody_even_when_a_call_swallows_its_end(place: Place) -> None:
+    there = NodeSocket(place.folder)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(there.call, "stubborn", LIMIT_S)
+        assert place.target.waiting.wait(LIMIT_S)
+        place.close_server()
+        with pytest.raises((OSError, EOFError)):
+            waiting.result(LIMIT_S)
+    with pytest.raises((OSError, EOFError)):
+        there.call("stubborn", LIMIT_S)
+    assert place.target.calls == 1
 
 
 def test_the_late_answer_of_a_call_that_was_given_up_is_nobodys(place: Place) -> None:

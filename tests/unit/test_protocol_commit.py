@@ -45,6 +45,20 @@ def test_when_all_have_answered_the_snapshot_training_may_go_on() -> None:
     assert not bench.core.holds_training and len(bench.now(cmd.Stage)) == 2
 
 
+def test_an_overlapped_copy_does_not_hold_training_and_a_save_that_cannot_begin_does() -> None:
+    bench = Bench(overlapped=True)
+    bench.open(4, due=True)
+    assert all(snapshot.order.overlapped for snapshot in bench.now(cmd.Snapshot))
+    assert not bench.core.holds_training and bench.core.copying
+    bench.until(cmd.Stage)
+    bench.feed(ev.WindowClosed())
+    bench.open(5, due=True)  # the one before is not committed yet
+    assert bench.core.holds_training and not bench.core.copying
+    bench.to_the_end()
+    assert not bench.core.holds_training
+    assert [attempt.head.step for attempt in bench.core.attempts.values()] == [4, 5]
+
+
 def test_only_nodes_with_something_pausable_are_paused_before_and_released_after_every_copy() -> None:
     bench = Bench(pausing=["n2"])
     bench.open(4, due=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lastgood.coordinator.messages import (
     RoleDeclaration,
     SnapshotOrder,
 )
+from lastgood.storage import failpoints
 from lastgood.storage.errors import (
     DeadlineError,
     FencedError,
@@ -230,6 +232,61 @@ def test_a_snapshot_after_the_next_update_has_begun_is_refused_and_copies_nothin
         snapshot(node, head())
     node.call("mark", 1, 2, 30.0)
     assert snapshot(node, head("A2", 2)).members[0].step == 2
+
+
+def test_an_overlapped_copy_tells_when_updates_wait_for_it(
+    node: Node, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = tmp_path / "points"
+    points.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, str(points))
+    failpoints.arm(points, "member.copy", "pause")
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    order = SnapshotOrder(head(), (ACTOR,), 30.0, overlapped=True)
+    with ThreadPoolExecutor(2) as pool:
+        vote = pool.submit(node.call, "snapshot", 1, order)
+        node.call("copying", 1, head(), 30.0)
+        assert not vote.done()
+        before = state["model"].weight.detach().clone()
+        updating = pool.submit(update, state)
+        with pytest.raises(TimeoutError):
+            updating.result(0.3)
+        assert torch.equal(state["model"].weight, before)
+        failpoints.release(points, "member.copy")
+        vote.result(30.0)
+        updating.result(30.0)
+    assert not torch.equal(state["model"].weight, before)
+    node.call("copying", 1, head(), 30.0)  # it is over: nothing to wait for
+    manifest = commit(node, head())
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
+    node.call("apply", 1, head(), 30.0)
+    assert torch.equal(state["model"].weight, before)
+
+
+def test_what_is_written_to_while_it_is_copied_is_void_and_named(
+    node: Node, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = tmp_path / "points"
+    points.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, str(points))
+    failpoints.arm(points, "member.copy", "pause")
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    with ThreadPoolExecutor(1) as pool:
+        vote = pool.submit(snapshot, node, head())
+        while not failpoints.fired(points, "member.copy"):
+            assert not vote.done()
+            time.sleep(0.005)
+        with torch.no_grad():
+            state["model"].weight.add_(1)
+        failpoints.release(points, "member.copy")
+        with pytest.raises(SnapshotError, match=r"actor:0\.model\.weight was written to while it was copied"):
+            vote.result(30.0)
+    node.call("mark", 1, 2, 30.0)
+    snapshot(node, head("A2", 2))  # the next one is well
 
 
 def died_after_sealing(node: Node, agent: Agent) -> tuple[torch.Tensor, bytes]:
@@ -438,6 +495,7 @@ def test_every_call_of_a_coordinator_refuses_the_past(node: Node) -> None:
         "close_window": (1.0,),
         "grant": (Grant(Line(6, 1, (), 0), 3, 2),),
         "pause": (at, 1.0),
+        "copying": (at, 1.0),
         "release": (at,),
         "snapshot": (SnapshotOrder(at, (), 1.0),),
         "stage": (at, 1.0),
