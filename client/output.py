@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .status_text import sentences
+
 if TYPE_CHECKING:
     from ..coordinator.story import Story
     from .at_rest import CheckpointInfo, RejectedInfo, ShownInfo, VerifiedInfo
@@ -127,12 +129,8 @@ class TextOutput(Output):
         self._line(f"{state}:{where}")
 
     def status(self, run: str, status: Mapping[str, Any]) -> None:
-        table = Table("run", run, show_header=True)
-        for name, value in status.items():
-            plain = _jsonable(value)
-            shown = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
-            table.add_row(_plain(name.replace("_", " ")), _plain(shown))
-        self.console.print(table)
+        for sentence, good in sentences(run, status):
+            self._line(sentence, good=good)
 
     def told(self, run: str, step: int, stories: Sequence[Story]) -> None:
         if not stories:

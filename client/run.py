@@ -142,9 +142,8 @@ class Run:
         """
         self._must_lead("add_members")
         check_name("role", role)
+        _check_call(role, handles, state)
         self._refuse_own_actor(handles)
-        if not handles:
-            raise MembershipError(f"add_members({role!r}) was given no actors. Nothing was touched.", role=role)
         deadline_s = self.options.register_deadline_s
         places = self._ask_all(role, [handle.__ray_call__.remote(where) for handle in handles], deadline_s)
         for ray_node in sorted({node for node, _ in places}):
@@ -448,6 +447,24 @@ class Run:
                 "lastgood.attach in the driver.",
                 run=self.name,
             )
+
+
+def _check_call(role: str, handles: Any, state: Any) -> None:
+    """Raises UsageError or MembershipError for arguments of add_members that are something else than they should be."""
+    if not callable(state):
+        raise UsageError(
+            f"add_members({role!r}): state is a {type(state).__name__}; it takes a function that is called in each "
+            "actor's process and returns what holds its state: state=lambda worker: {'model': worker.model}. Nothing "
+            "was touched. (The driver's own objects go to add_driver.)",
+            role=role,
+        )
+    if not isinstance(handles, Sequence):
+        raise UsageError(
+            f"add_members({role!r}) takes a list of Ray actor handles, and was given {handles!r}. Nothing was touched.",
+            role=role,
+        )
+    if not handles:
+        raise MembershipError(f"add_members({role!r}) was given no actors. Nothing was touched.", role=role)
 
 
 def start_stager(options: Options, ray_node: str) -> None:

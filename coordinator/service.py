@@ -475,9 +475,15 @@ class Service:
             "run": self.options.run,
             "store": self.options.store,
             "saved_step": self._saved_step,
+            "newest": self._newest_told(),
+            "roles": {role: declared.world_size for role, declared in sorted(self._declared.items())},
             "missing": list(self.nodes.missing().members),
             "nodes_silent": sorted(self.nodes.silent),
         }
+
+    def _newest_told(self) -> dict[str, Any] | None:
+        newest = next((found for found in self.checkpoints() if found.committed), None)
+        return newest and {"step": newest.step, "attempt": newest.attempt, "state": newest.state.value}
 
     def stories(self, step: int) -> tuple[Story, ...]:
         """Every attempt of a step, with its times in UTC, oldest first."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -70,7 +72,8 @@ class Store(Protocol):
     def guarantees(self) -> Guarantees: ...
 
     def probe(self) -> None:
-        """Writes, reads back and removes an object; raises StoreError saying what is wrong with the root."""
+        """Writes, reads back and removes an object; raises StoreError saying what is wrong with the root (or that it is
+        not there: a lost mount must not become a directory)."""
         ...
 
     def create_exclusive(self, key: str, data: bytes) -> bool:
@@ -203,7 +206,7 @@ class FileStore:
 
     def probe(self) -> None:
         key = f"{new_id('.lastgood-probe')}{files.TEMPORARY_SUFFIX}"  # swept, if a death leaves it
-        files.make_dirs_durably(self.root, store_error, self._durable_folders)
+        self._require_root()
         try:
             if not self.create_exclusive(key, b"first") or self.create_exclusive(key, b"second"):
                 raise StoreError(
@@ -219,6 +222,27 @@ class FileStore:
         finally:
             self.delete_many([key])
             self.sweep(".", ABANDONED_S)
+
+    def _require_root(self) -> None:
+        """A store is never made by itself: where a file system should be mounted it would lie on this host's disk."""
+        try:
+            found = self.root.stat()
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"the store {self.root} does not exist on {socket.gethostname()}. Nothing was touched, and it is not "
+                "made by itself: if a file system should be mounted there, checkpoints would go to this host's own "
+                f"disk. Mount it; for a new store: mkdir -p {self.root}",
+                path=str(self.root),
+                errno=error.errno,
+            ) from error
+        except OSError as error:
+            raise store_error("look at", self.root, error) from error
+        if not stat.S_ISDIR(found.st_mode):
+            raise StoreError(
+                f"the store {self.root} is no directory. Nothing was touched; give one that every node mounts.",
+                path=str(self.root),
+                errno=errno.ENOTDIR,
+            )
 
     def create_exclusive(self, key: str, data: bytes) -> bool:
         path = self.place(key)

@@ -45,9 +45,10 @@ def staging(node: str) -> str:
 
 
 def make_disks(root: Path) -> None:
-    """Empty disks; the roots on them are made by whoever uses them."""
+    """Empty disks. The store's root is there, as a user has made it; those of nodes are made by whoever uses them."""
     for disk in DISKS:
         (root / disk).mkdir(parents=True)
+    (root / STORE).mkdir()
 
 
 def steady(seed: int) -> None:

@@ -13,4 +13,5 @@ from lastgood.storage.store import Store, open_store
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store."""
     root = tmp_path / "a store"
+    root.mkdir()
     return open_store(str(root) if request.param == "path" else "file://" + str(root).replace(" ", "%20"))

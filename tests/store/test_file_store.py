@@ -19,6 +19,7 @@ from lastgood.storage.store import FileStore, open_store
 
 @pytest.fixture
 def files_store(tmp_path: Path) -> FileStore:
+    (tmp_path / "store").mkdir()
     return FileStore(tmp_path / "store")
 
 
@@ -42,6 +43,12 @@ def test_a_file_system_says_that_replacing_is_a_hint(files_store: FileStore) -> 
 def test_opening_touches_nothing(tmp_path: Path) -> None:
     open_store(tmp_path / "later")
     assert not (tmp_path / "later").exists()
+
+
+def test_a_root_that_is_not_there_is_not_made_since_a_mount_may_be_lost(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"does not exist on .* Mount it; for a new store: mkdir -p"):
+        open_store(tmp_path / "mnt" / "ckpts").probe()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_that_is_a_file_is_said_to_be_one(tmp_path: Path) -> None:

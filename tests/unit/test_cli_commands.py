@@ -116,7 +116,7 @@ def test_status_is_shown_as_it_is_given(calls: dict[str, Any]) -> None:
     members = [{"member": "actor:0", "lag_s": None}]
     assert answer == {"run": "qwen", "status": {"epoch": 3, "phase": "idle", "members": members}}
     text = invoke("status", "qwen").stdout
-    assert all(word in text for word in ("qwen", "epoch", "3", "idle", "actor:0"))
+    assert text.startswith("run qwen, epoch 3")
 
 
 def test_the_demo_gets_its_options_and_gives_its_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -1,0 +1,162 @@
+"""`python -m benchmarks.stall [--megabytes 500] [--rounds 7] [--json]`: what a save costs training.
+
+Two ranks with so much state each, on one node, a save every step. Wall seconds that training loses, medians of all
+rounds after two that warm up (images are made, pages faulted in), one way after the other:
+
+memcpy       both ranks at once copy all their tensors into memory of their own that is warm
+blocking     end_step, called -> returned
+overlapped   end_step, called -> returned, and what the next update then waits for, after an idle phase of three memcpys
+
+Each round waits until the save before is durable, so that staging and upload take no part in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import torch
+
+import lastgood
+
+from .ranks import Rank, rank_of, ray_of_its_own, roots, state
+
+MEMBERS = 2
+WARM_UP = 2
+IDLE_COPIES = 3.0  # length of the idle phase before the next update, in memcpys
+LIMIT_S = 600.0
+
+
+class CopyingRank(Rank):
+    """A rank that also copies its tensors by itself, and times its update."""
+
+    def copy(self) -> float:
+        """Seconds of one copy of all tensors into memory that is kept."""
+        moments = [value for entries in self.optimizer.state.values() for value in entries.values()]
+        live = [parameter.detach() for parameter in self.model.parameters()] + moments
+        if not hasattr(self, "_own"):
+            self._own = [torch.empty_like(tensor) for tensor in live]
+        began = time.perf_counter()
+        for own, tensor in zip(self._own, live, strict=True):
+            own.copy_(tensor)
+        return time.perf_counter() - began
+
+    def updated(self) -> float:
+        """Seconds of one update, waiting for a copy included."""
+        began = time.perf_counter()
+        self.update()
+        return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Wall seconds that training lost in one way, and how many memcpys that is."""
+
+    what: str
+    rounds: int
+    median_s: float
+    least_s: float
+    most_s: float
+    copies: float
+
+    @classmethod
+    def of(cls, what: str, seconds: list[float], memcpy_s: float) -> Lost:
+        kept = seconds[WARM_UP:]
+        median_s = statistics.median(kept)
+        return cls(what, len(kept), median_s, min(kept), max(kept), median_s / memcpy_s)
+
+
+class Trial:
+    """One run over two ranks, whose saves either block or overlap."""
+
+    def __init__(self, folder: Any, megabytes: float, snapshot: str) -> None:
+        self.ranks: list[Any] = [
+            ray.remote(CopyingRank).options(num_cpus=0).remote(rank, MEMBERS, megabytes) for rank in range(MEMBERS)
+        ]
+        ray.get([rank.update.remote() for rank in self.ranks])
+        self.run = lastgood.attach(snapshot, **roots(folder), save_freq=1, save_total_limit=2, snapshot=snapshot)
+        self.run.add_members("actor", self.ranks, state=state, rank=rank_of)
+        self.run.resume()
+        self.step = 0
+
+    def memcpy_s(self) -> float:
+        """Until the slower of the ranks has copied all its tensors."""
+        return max(ray.get([rank.copy.remote() for rank in self.ranks]))
+
+    def end_step_s(self) -> float:
+        self.step += 1
+        began = time.perf_counter()
+        self.run.end_step(self.step)
+        return time.perf_counter() - began
+
+    def update_s(self) -> float:
+        return max(ray.get([rank.updated.remote() for rank in self.ranks]))
+
+    def settle(self) -> None:
+        """Waits until the last save is durable."""
+        until = time.monotonic() + LIMIT_S
+        while not ((newest := self.run.latest()) and newest.step == self.step and newest.durable):
+            if time.monotonic() > until:
+                raise TimeoutError(f"step {self.step} is not durable after {LIMIT_S:.0f} s")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self.run.close()
+        for rank in self.ranks:
+            ray.kill(rank)
+
+
+def measure(megabytes: float, rounds: int) -> list[Lost]:
+    memcpy: list[float] = []
+    blocking: list[float] = []
+    overlapped: list[float] = []
+    for snapshot in ("blocking", "overlapped"):
+        with ray_of_its_own() as folder:
+            trial = Trial(folder, megabytes, snapshot)
+            for _ in range(rounds + WARM_UP):
+                memcpy.append(trial.memcpy_s())
+                if snapshot == "blocking":
+                    blocking.append(trial.end_step_s())
+                    trial.update_s()
+                else:
+                    plain_s = trial.update_s()  # nothing is copied now
+                    lost_s = trial.end_step_s()
+                    time.sleep(IDLE_COPIES * memcpy[-1])  # the measured idle phase, no wait for a condition
+                    overlapped.append(lost_s + max(0.0, trial.update_s() - plain_s))
+                trial.settle()
+            trial.end()
+    memcpy_s = statistics.median(memcpy[WARM_UP:])
+    return [
+        Lost.of("one memcpy of the state", memcpy, memcpy_s),
+        Lost.of("a save, blocking", blocking, memcpy_s),
+        Lost.of("a save, overlapped", overlapped, memcpy_s),
+    ]
+
+
+def text(found: list[Lost]) -> str:
+    lines = ["| what | rounds | median, s | least to most, s | in memcpys |", "| --- | --- | --- | --- | --- |"]
+    for each in found:
+        spread = f"{each.least_s:.3f} to {each.most_s:.3f}"
+        lines.append(f"| {each.what} | {each.rounds} | {each.median_s:.3f} | {spread} | {each.copies:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    parser.add_argument("--megabytes", type=float, default=500.0, help="state of each rank, 10^6 bytes")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    found = measure(options.megabytes, options.rounds)
+    sys.stdout.write(json.dumps([asdict(each) for each in found]) + "\n" if options.json else text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
