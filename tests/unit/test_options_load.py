@@ -69,6 +69,7 @@ def test_every_option_can_be_given_in_the_environment(monkeypatch: pytest.Monkey
         "image_root": "/mnt/images",
         "save_freq": "none",
         "snapshot_freq": "5",
+        "snapshot": "overlapped",
         "save_first": "true",
         "save_last": "0",
         "save_total_limit": "4",
