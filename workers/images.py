@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..storage.direct import PAGE_BYTES
 from ..storage.errors import SnapshotError, StagingError
+from .memory_budget import memory_budget
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -191,6 +192,20 @@ def _no_image(path: Path, needed_bytes: int, error: OSError) -> SnapshotError:
     )
 
 
+def _require_memory(needed_bytes: int) -> None:
+    """Raises SnapshotError when the host, or a cgroup, has no `needed_bytes` left to take."""
+    budget = memory_budget()
+    if needed_bytes > budget.left_bytes:
+        raise SnapshotError(
+            f"memory is too small for an image of {needed_bytes:,} bytes: {budget.whose} has {budget.free_bytes:,} of "
+            f"{budget.total_bytes:,} bytes free, and {budget.kept_bytes:,} of these must stay so (beyond it Ray, or "
+            "the kernel, ends processes). Nothing was copied; the previous checkpoint stands. Give the node or the "
+            "container more memory, or keep less state in host memory.",
+            needed_bytes=needed_bytes,
+            free_bytes=budget.left_bytes,
+        )
+
+
 class ImageRoom:
     """The stager's images on this node: one folder in shared memory, locked while the stager lives.
 
@@ -229,7 +244,8 @@ class ImageRoom:
         return False
 
     def create(self, payload_bytes: int) -> Image:
-        """A fresh image with room for `payload_bytes`. Raises SnapshotError when shared memory is too small."""
+        """A fresh image with room for `payload_bytes`. Raises SnapshotError when memory is too small."""
+        _require_memory(HEADER_BYTES + rounded_up(payload_bytes))
         self._count += 1
         return Image.create(self.folder / f"image-{self._count:06d}", payload_bytes)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from lastgood.storage.errors import StagingError
-from lastgood.workers.images import ImageRoom
+from lastgood.workers.images import SHARED_MEMORY, ImageRoom
 from tests.containment.disks import full, tmpfs, without_inodes
 from tests.containment.small_run import SmallRun, seconds_of, until
 
@@ -98,3 +100,52 @@ def test_images_of_a_process_that_died_after_its_attempt_was_given_up_are_not_ke
     assert image.state.name == "SEALED" and attempt.attempt != "A2"
     node.agent.close()
     until(lambda: not image.path.exists(), "the image is unlinked")
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+_IN_A_CGROUP = """
+import os, sys
+from pathlib import Path
+from lastgood.storage.errors import SnapshotError
+from lastgood.workers.images import SHARED_MEMORY, ImageRoom
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+room = ImageRoom(Path(sys.argv[2]), "run", "node", "first")
+room.create(20_000_000)
+try:
+    room.create(400_000_000)
+except SnapshotError as error:
+    print(error)
+room.create(10_000_000)
+print("goes on")
+room.close()
+"""
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup with 200 MB of memory."""
+    first = (CGROUPS / "memory").is_dir()
+    top = CGROUPS / "memory" if first else CGROUPS
+    group = top / f"lastgood-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text("200000000")
+    except OSError as error:
+        group.rmdir()
+        pytest.skip(f"no memory limit can be set here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_an_image_that_the_container_has_no_memory_for_is_refused_and_nobody_is_killed(small_cgroup: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as images:  # has room enough by itself
+        child = subprocess.run(
+            [sys.executable, "-c", _IN_A_CGROUP, str(small_cgroup), images], capture_output=True, text=True, check=False
+        )
+    assert child.returncode == 0, child.stderr
+    assert f"bytes: cgroup {small_cgroup} has" in child.stdout
+    assert "memory is too small for an image of 400," in child.stdout
+    assert child.stdout.endswith("goes on\n")
