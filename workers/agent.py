@@ -338,7 +338,7 @@ class Agent:
                 )
             path, tier = found
             given[path] = record.path
-            return ShardCopy(Path(path), HEADER_BYTES if tier == "memory" else 0)
+            return ShardCopy(Path(path), HEADER_BYTES if tier == "memory" else 0, direct=tier == "local")
 
         while True:
             try:

@@ -7,6 +7,7 @@ needs a part of another rank's shard pays for that part.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from ..storage.digest import DEFAULT_THREADS
+from ..storage.direct import PAGE_BYTES
 from ..storage.errors import IntegrityError
 from ..storage.image import read_image
 from ..storage.manifest import ShardRecord
@@ -27,10 +29,14 @@ from ..storage.manifest import ShardRecord
 
 @dataclass(frozen=True)
 class ShardCopy:
-    """A file that should hold a shard: all of it, or from byte `begin` on (an image in memory has a header page)."""
+    """A file that should hold a shard: all of it, or from byte `begin` on (an image in memory has a header page).
+
+    `direct`: it lies on a disk and is not in the page cache, as what a stager has written.
+    """
 
     path: Path
     begin: int = 0
+    direct: bool = False
 
 
 class ShardReader:
@@ -44,6 +50,7 @@ class ShardReader:
         self.path = path = copy.path
         self.record = record
         self._begin = copy.begin
+        self._direct = -1
         self.member = f"{record.role}:{record.rank}"
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -57,6 +64,9 @@ class ShardReader:
         except BaseException:
             os.close(self._file)
             raise
+        if copy.direct and not copy.begin and record.block_bytes % PAGE_BYTES == 0:
+            with contextlib.suppress(OSError):  # the file system refuses it
+                self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self._view = memoryview(self._memory)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._lock = threading.Lock()
@@ -92,9 +102,10 @@ class ShardReader:
 
     def close(self) -> None:
         """Closes the file; what was read stays."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        for descriptor in (self._file, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._direct = -1
 
     @property
     def _block(self) -> int:
@@ -131,17 +142,34 @@ class ShardReader:
         begin = index * self._block
         end = min(begin + self._block, self.record.nbytes)
         part = self._view[begin:end]
-        done = 0
         try:
-            while done < len(part):
-                count = os.preadv(self._file, [part[done:]], self._begin + begin + done)
-                if count == 0:
-                    raise self._broken(f"it ends at byte {begin + done} of {self.record.nbytes}")
-                done += count
+            self._read(begin + self._read_directly(begin, end), end)
         except OSError as error:
             raise self._broken(f"bytes {begin} to {end} cannot be read ({error.strerror})") from error
         if hashlib.sha256(part).hexdigest() != self.record.blocks[index]:
             raise self._broken(f"bytes {begin} to {end} are not what was committed (digest of block {index})")
+
+    def _read_directly(self, begin: int, end: int) -> int:
+        """Reads whole pages past the page cache, as far as that goes; answers how many bytes are there. Memory, offset
+        and length must be in whole pages for it (open(2), O_DIRECT)."""
+        pages_end = begin + (end - begin) // PAGE_BYTES * PAGE_BYTES
+        at = begin
+        while self._direct >= 0 and at < pages_end:
+            try:
+                count = os.preadv(self._direct, [self._view[at:pages_end]], at)
+            except OSError:  # refused, or broken: the page cache tells which
+                break
+            at += count // PAGE_BYTES * PAGE_BYTES
+            if count % PAGE_BYTES or not count:
+                break
+        return at - begin
+
+    def _read(self, begin: int, end: int) -> None:
+        while begin < end:
+            count = os.preadv(self._file, [self._view[begin:end]], self._begin + begin)
+            if count == 0:
+                raise self._broken(f"it ends at byte {begin} of {self.record.nbytes}")
+            begin += count
 
     def _broken(self, why: str) -> IntegrityError:
         return IntegrityError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,10 +39,14 @@ class Roots:
         """Those that exist."""
         return [root for root in (*self.nodes, self.store) if (root / self.run).is_dir()]
 
+    def _found(self, root: Path, pattern: str) -> list[Path]:
+        """Paths of the run that match; directories that are collected meanwhile are passed over (Path.glob raises)."""
+        return [Path(found) for found in glob.glob(f"{glob.escape(str(root / self.run))}/{pattern}")]  # noqa: PTH207
+
     def look(self, now: float) -> None:
         """Notes every COMPLETED that stands now, and that those noted before have not changed but to a tombstone."""
         for root in self.all():
-            for path in (root / self.run).glob(f"global_step_*/*/{COMPLETED}"):
+            for path in self._found(root, f"global_step_*/*/{COMPLETED}"):
                 try:
                     data = path.read_bytes()
                 except FileNotFoundError:
@@ -72,7 +77,7 @@ class Roots:
         """How far the newest attempt on the disks is; None when it is durable or there is none."""
         newest: Path | None = None
         for root in self.nodes:
-            for path in (root / self.run).glob("global_step_*/*"):
+            for path in self._found(root, "global_step_*/*"):
                 if path.is_dir() and parse_step_name(path.parent.name) is not None:
                     newest = path if newest is None or path.name > newest.name else newest
         if newest is None:

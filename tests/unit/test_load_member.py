@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lastgood.storage.digest import digest_blocks
 from lastgood.storage.errors import FingerprintError, IntegrityError, OptionsError, ResumeError, UsageError
 from lastgood.storage.fingerprint import compare
 from lastgood.storage.manifest import Manifest, ShardRecord
@@ -23,6 +26,7 @@ from lastgood.workers.rng_state import RNG
 from lastgood.workers.shard_reader import ShardCopy, ShardReader
 from lastgood.workers.small_state import Value
 from tests.unit.checkpoints import BLOCK_BYTES, bits, checkpoint, image_of, locate_in, manifest_of, save
+from tests.unit.storage_samples import shard_record
 
 
 class Run:
@@ -332,3 +336,43 @@ def test_images_of_the_same_state_are_the_same_bytes() -> None:
     run.member.mark(1)
     first = {name: image_of(tree) for name, tree in run.member.capture(1).items()}
     assert {name: image_of(tree) for name, tree in run.member.capture(1).items()} == first
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 4096 + 7])
+@pytest.mark.parametrize("refused", [None, "at the open", "at the read"])
+def test_a_shard_that_is_read_past_the_page_cache_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, refused: str | None
+) -> None:
+    content = bytes(i * 7 % 251 for i in range(nbytes))
+    (tmp_path / "shard").write_bytes(content)
+    block_bytes = 2 * BLOCK_BYTES
+    digests = digest_blocks(content, block_bytes)
+    record = shard_record(content, block_bytes=block_bytes, blocks=digests.blocks, digest=digests.digest)
+    really_open, really_read, direct = os.open, os.preadv, set()
+
+    def opens(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT and refused == "at the open":
+            raise OSError(errno.EINVAL, "refused")
+        descriptor = really_open(path, flags, *rest, **more)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def reads(descriptor: int, *rest: Any) -> int:
+        if descriptor in direct and refused == "at the read":
+            raise OSError(errno.EINVAL, "refused")
+        return really_read(descriptor, *rest)
+
+    monkeypatch.setattr(os, "open", opens)
+    monkeypatch.setattr(os, "preadv", reads)
+    reader = ShardReader(ShardCopy(tmp_path / "shard", direct=True), record)
+    reader._need([(0, nbytes)])
+    assert bytes(reader._memory) == content
+    assert reader.bytes_read == nbytes
+    assert bool(direct) == (refused != "at the open")
+    reader.close()
+    with (tmp_path / "shard").open("r+b") as file:
+        file.seek(nbytes - 1)
+        file.write(bytes([content[-1] ^ 1]))
+    with pytest.raises(IntegrityError, match="not what was committed"):
+        ShardReader(ShardCopy(tmp_path / "shard", direct=True), record)._need([(0, nbytes)])
