@@ -310,8 +310,10 @@ class CoordinatorActor:
     async def finish(self, timeout_s: float, request_id: str, progress: Progress) -> DrainOutcome:
         return await (await self._ready()).finish(timeout_s, request_id, progress)
 
-    async def end(self) -> None:
-        await (await self._ready()).end()
+    async def end(self, memberships: Mapping[str, str]) -> None:
+        service = await self._ready()
+        service.require_members("close", memberships)
+        await service.end()
 
     # What the ranks of a member-led run call (member_led.py).
 

@@ -176,14 +176,16 @@ class Driver(Engine):
         metrics: Mapping[str, float] | None = None,
         due: Decision | None = None,
         memory: Decision | None = None,
+        still: Callable[[], None] = lambda: None,
     ) -> WindowOutcome:
         """Marks the end of `step` at every node with members; returns once training may go on.
 
         That is at once when nothing is due, else when what is due has been copied (or has failed); when copies overlap,
         when the copy has begun. `memory`: whether
-        a snapshot is to be kept in memory when no save is due. Raises FencedError.
+        a snapshot is to be kept in memory when no save is due. `still` raises when the step is not that of the members
+        that are declared now; it is asked when they are marked, and when they have answered. Raises FencedError.
         """
-        return await self._open_window(self._mark, step, metrics or {}, due, memory)
+        return await self._open_window(self._mark, step, metrics or {}, due, memory, still)
 
     async def reopen_window(
         self,
@@ -224,12 +226,14 @@ class Driver(Engine):
         metrics: Mapping[str, float],
         due: Decision | None,
         memory: Decision | None = None,
+        still: Callable[[], None] = lambda: None,
     ) -> WindowOutcome:
         self._check_alive()
         async with self._window_lock:
             if self.settings.overlapped:  # a step without an update: nothing has held it back
                 await self._until(lambda: not self.core.copying, math.inf)
                 self._check_alive()
+            still()
             left_s, began_s = self.settings.deadlines.mark_s, self._clock()
             nodes = self.core.membership.nodes()
             mark = functools.partial(ask, step, left_s)
@@ -240,6 +244,7 @@ class Driver(Engine):
                 for node, answer in answers.items()
                 if isinstance(answer, BaseException)
             }
+            still()  # others may have been declared meanwhile: they have answered for a step that they never made
             self._verdict = None
             self._feed(ev.WindowOpened(step, reports, failures, due, dict(metrics), memory))
             self._check_alive()

@@ -202,6 +202,7 @@ class Progress:
     resumed: AttemptHead | None = None  # what the run continued from
     resumed_after: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     newest: tuple[int, int] = (0, 0)  # the same, when the last step ended
+    memberships: Mapping[str, str] = field(default_factory=dict)  # role -> the driver's newest add_members call for it
 
 
 # Member-led runs: the loop runs inside every rank, and the ranks call end_step (coordinator/grants.py).

@@ -75,6 +75,7 @@ class ResumeTermsOrder:
     deadline_s: float
     allow_changes: tuple[str, ...] = ()
     on_reshard: Mapping[str, str] = field(default_factory=dict)
+    memberships: Mapping[str, str] = field(default_factory=dict)  # as Progress has them
 
 
 async def restore(

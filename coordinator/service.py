@@ -91,6 +91,7 @@ class Service:
         self._knows_line = False  # a resume, or the driver's word, told where this line began
         self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._tasks: set[asyncio.Task[None]] = set()
+        self._restoring = asyncio.Lock()
         self.epoch = 0
         self.waits_for: str | None = None  # why boot takes long, a sentence
         self.driver: Driver | None = None
@@ -198,12 +199,28 @@ class Service:
         `again`: the client repeats itself after a restart; a step that was committed meanwhile is not saved twice.
         """
         began = time.monotonic()
+        still = functools.partial(self.require_members, f"end_step({step})", progress.memberships)
+        still()
         self.heed(progress)
         incarnations = dict(self.nodes.incarnations)
         if self.nodes.missing().members:
             await self.nodes.await_return(began + self.options.return_deadline_s)
         saved = self.saved_before(step, progress) if again else None
-        return await self._end_step(step, metrics, saved, self._led.open_window, began, incarnations)
+        open_window = functools.partial(self._led.open_window, still=still)
+        return await self._end_step(step, metrics, saved, open_window, began, incarnations)
+
+    def require_members(self, what: str, memberships: Mapping[str, str]) -> None:
+        """A driver speaks for the members that it has declared. Its call may outlive it, and wait for members to come
+        back: those of the driver after it never made that step. Raises MembershipError."""
+        for role, membership in memberships.items():
+            declared = self._declared.get(role)
+            if declared is not None and declared.membership != membership:
+                raise MembershipError(
+                    f"{what} of run {self.options.run} is not of the members that count now: those of role {role} were "
+                    "replaced by a later add_members call, perhaps of another driver. Nothing was saved or restored by "
+                    "this call. End this driver if another one leads the run now.",
+                    role=role,
+                )
 
     async def cut(self, step: int, metrics: Mapping[str, float], after: tuple[int, int]) -> StepOutcome:
         """As end_step, of a step that every member has marked by itself and at whose end all of them wait.
@@ -366,6 +383,7 @@ class Service:
         Raises SaveFailedError when the last step could not be committed.
         """
         until = time.monotonic() + timeout_s
+        self.require_members("close", progress.memberships)
         self.heed(progress)
         await self._led.settle(timeout_s)
         committed = any(found.attempt == progress.saved and found.committed for found in self.checkpoints())
@@ -411,7 +429,15 @@ class Service:
     # -- resume
 
     async def resume(self, mode: int | str, terms: ResumeTermsOrder) -> Restored | None:
-        """Restores the run (see restore.py); None from scratch. The window of the restored step is open then."""
+        """Restores the run (see restore.py); None from scratch. The window of the restored step is open then.
+
+        One at a time: that of a driver that has died must not write into live state after that of the next one.
+        """
+        async with self._restoring:
+            self.require_members("resume", terms.memberships)
+            return await self._restore(mode, terms)
+
+    async def _restore(self, mode: int | str, terms: ResumeTermsOrder) -> Restored | None:
         deadline = time.monotonic() + terms.deadline_s
 
         def remaining_s() -> float:
@@ -456,7 +482,8 @@ class Service:
         self._knows_line = True
         step = 0 if restored is None else restored.step
         self._saved_step = None if restored is None else restored.step
-        outcome = await self._led.open_window(step, {}, Decision(False, "the run has just been resumed"))
+        still = functools.partial(self.require_members, "resume", terms.memberships)
+        outcome = await self._led.open_window(step, {}, Decision(False, "the run has just been resumed"), still=still)
         if not outcome.opened:
             raise ResumeError(f"step {step} was restored, but its window did not open: {outcome.blame}", step=step)
         return restored

@@ -9,18 +9,15 @@ sealed: staging, accepting and uploading need nothing but this process.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..coordinator.messages import (
     AttemptHead,
-    AttemptInventory,
     Grant,
     Inventory,
     LoadRequest,
@@ -32,7 +29,7 @@ from ..coordinator.messages import (
     RoleDeclaration,
     SnapshotOrder,
 )
-from ..storage.digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests
+from ..storage.digest import BlockDigests
 from ..storage.errors import (
     DeadlineError,
     LastgoodError,
@@ -41,53 +38,31 @@ from ..storage.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from ..storage.failpoints import VARIABLE, failpoint
-from ..storage.files import WriteProgress, staging_error, write_image
+from ..storage.files import staging_error
 from ..storage.ids import ulid
 from ..storage.lanes import Lane
-from ..storage.layout import shard_path
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import Store
 from .copies import Copies
 from .disk import NodeDisk
 from .finder import Finder, PeerRead
-from .images import Image, ImageRoom, ImageState
+from .images import ImageRoom
 from .node_socket import SocketServer
-from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
-from .priority import lower_this_thread
+from .orders import Answer, ImageRequest, Order, OrderKind
 from .processes import Processes
-from .slots import Slots
-from .snapshots import StandingSnapshot
+from .staging import StagerConfig, Staging, observed, pass_point
 
 log = logging.getLogger("lastgood.stager")
 _T = TypeVar("_T")
 
 RELEASE_S = 60.0  # until paused components run again
 DISK_S = 60.0  # for one look at the staging directory, or one small write there
-MEMORY_S = 30.0  # until an image's pages are there
 STORE_S = 60.0  # for one look into the store
 SHARD_S = 3600.0  # for one shard to or from the store; the coordinator's upload_s bounds an upload more tightly
-LET_GO_S = 5.0  # until a write whose attempt was given up has ended
 DISK_THREADS = 8
-MEMORY_THREADS = 2
 STORE_THREADS = 4
 FOR_AGENTS = ("unregister", "poll", "provide", "member_copying", "locate")
 GRANT_S = 10.0  # until a process that does not ask for its grant is passed over; the next one comes anyway
-
-
-@dataclass(frozen=True)
-class StagerConfig:
-    """What a stager is told at birth. Paths are absolute; `block_bytes`: the digest's block, and part size."""
-
-    run: str
-    staging: Path
-    image_root: Path
-    holder: str  # names this stager to people, in the lock file
-    address: str  # host name and directory, for reports
-    block_bytes: int = DEFAULT_BLOCK_BYTES
-    images_per_component: int = 1  # 2: the newest snapshot stays in memory while the next is copied
-    shards_at_once: int = 2  # of those that are written
-    threads_per_shard: int = DEFAULT_THREADS  # that write it, and as many that hash it
 
 
 class Stager:
@@ -103,12 +78,10 @@ class Stager:
         self._store = store
         self._processes = Processes(self.node, changed, self._on_death)
         self._agents = SocketServer(self._room.folder, self, FOR_AGENTS)
-        self._slots = Slots(self._room, self.node, config.images_per_component, self._create_image)
-        self._snapshots: dict[str, StandingSnapshot] = {}
+        self._staging = Staging(config, self._disk, self._room, self._on_disk, self._processes.hosts)
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
         self._copies = Copies()
-        self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
         self._marked_step: int | None = None
@@ -116,9 +89,7 @@ class Stager:
         self._deliveries: set[asyncio.Task[None]] = set()
         self._seen_epoch = 0  # in the store
         self._heard_epoch = 0  # in a hello
-        self._writers = asyncio.Semaphore(config.shards_at_once)
         self._disk_lane = Lane(f"the staging disk of node {self.node} at {config.staging}", DISK_THREADS, StagingError)
-        self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
         self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
         self._uploads: dict[str, asyncio.Future[None]] = {}  # by attempt
         self._finder = Finder(self._disk, self._on_disk, store, self._at_store, peer_read)
@@ -127,11 +98,11 @@ class Stager:
         """Lets every agent go, unlinks every image and gives the directory back."""
         self._processes.close()
         self._agents.close()
-        for work in [*self._uploads.values(), *(s.staged for s in self._snapshots.values() if s.staged is not None)]:
-            work.cancel()
-        self._room.close()
+        for upload in self._uploads.values():
+            upload.cancel()
+        self._staging.close()
         self._disk.close()
-        for lane in (self._disk_lane, self._memory_lane, self._store_lane):
+        for lane in (self._disk_lane, self._store_lane):
             lane.close()
 
     async def _on_disk(self, doing: str, work: Callable[..., _T], *arguments: object) -> _T:
@@ -144,11 +115,6 @@ class Stager:
     async def _at_store(self, doing: str, work: Callable[..., _T], *arguments: object, limit_s: float = STORE_S) -> _T:
         """A call to the store, in a thread. Raises StoreUnavailableError when it hangs."""
         return await self._store_lane.run(doing, lambda: work(*arguments), limit_s)
-
-    async def _pass(self, point: str) -> None:
-        """Passes a failpoint, off the loop, so that a pause stops this call and nothing else."""
-        if os.environ.get(VARIABLE):
-            await asyncio.to_thread(failpoint, point)
 
     # -- the coordinator's side (ports.ParticipantPort)
 
@@ -167,7 +133,7 @@ class Stager:
             incarnation=self.incarnation,
             highest_epoch=self._disk.highest_epoch,
             members=self._members(),
-            attempts=(*on_disk, *self._only_in_memory({found.attempt for found in on_disk})),
+            attempts=(*on_disk, *self._staging.only_in_memory({found.attempt for found in on_disk})),
             declarations=self._declarations,
             address=self._config.address,
             marked_step=self._marked_step,
@@ -186,14 +152,6 @@ class Stager:
 
     def _hosts(self) -> dict[str, tuple[MemberId, ...]]:
         return self._processes.hosts(info.member for info in self._members())
-
-    def _only_in_memory(self, on_disk: Collection[str]) -> list[AttemptInventory]:
-        """Attempts that are snapshotted here and not yet staged: a new coordinator refuses and discards them."""
-        return [
-            AttemptInventory(name, at.step, at.epoch, at.sequence, RecordState.NONE, False, False, False, ())
-            for name, at in ((name, snapshot.head) for name, snapshot in self._snapshots.items())
-            if name not in on_disk
-        ]
 
     async def highest_epoch(self) -> int:
         """The highest epoch this node has seen; asked before a coordinator has one of its own."""
@@ -275,12 +233,12 @@ class Stager:
     async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
         await self._heed(epoch)
         head = order.head
-        standing = self._snapshots.get(head.attempt)
+        standing = self._staging.vote_of(head.attempt)
         if standing is not None:
-            return standing.vote  # asked again
+            return standing  # asked again
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await self._pass("stager.snapshot.begin")
+        await pass_point("stager.snapshot.begin")
         hosts = self._processes.hosts(order.members)
         self._copies.expect(head.attempt, hosts)
         try:
@@ -293,34 +251,17 @@ class Stager:
             )
         finally:
             await self._copies.end(head.attempt)
-        if head.attempt in self._given_up or head.epoch < self._disk.highest_epoch:
-            self._drop_images(head.attempt)  # refused or fenced while it was copied: nobody will ever stage it
+        if self._staging.is_given_up(head.attempt) or head.epoch < self._disk.highest_epoch:
+            self._staging.drop_images(head.attempt)  # refused or fenced while it was copied: nobody will ever stage it
             raise SnapshotError(
                 f"attempt {head.attempt} was given up while node {self.node} copied it. The previous one stands.",
                 node=self.node,
             )
-        shards = tuple(self._checked(head, shard) for answer in answers for shard in answer.shards)
+        shards = tuple(self._staging.checked(head, shard) for answer in answers for shard in answer.shards)
         vote = NodeSnapshot(self.node, _reports(answers), loop.time() - began)
-        self._snapshots[head.attempt] = StandingSnapshot(head, vote, shards)
-        await self._pass("stager.snapshot.sealed")
+        self._staging.stand(head, vote, shards)
+        await pass_point("stager.snapshot.sealed")
         return vote
-
-    def _checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
-        """A member's word that a shard is whole, held against the image's own header page."""
-        image = self._slots.find((shard.member, shard.component), shard.image)
-        if image is None:
-            raise SnapshotError(
-                f"{shard.member} sealed an image that node {self.node} did not give it", member=shard.member
-            )
-        if image.state is not ImageState.SEALED or image.attempt != head.attempt or image.used_bytes != shard.nbytes:
-            raise SnapshotError(
-                f"the image of {shard.member}.{shard.component} is {image.state.name.lower()} for attempt "
-                f"{image.attempt or 'none'} with {image.used_bytes} bytes, not sealed for {head.attempt}; it is not "
-                "staged. The previous checkpoint stands.",
-                member=shard.member,
-                node=self.node,
-            )
-        return shard
 
     async def copying(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
         await self._heed(epoch)
@@ -336,114 +277,7 @@ class Stager:
 
     async def stage(self, epoch: int, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
         await self._heed(epoch)
-        snapshot = self._snapshots.get(head.attempt)
-        if snapshot is None:
-            staged = await self._on_disk("read", self._disk.read_staged, head)
-            if staged is not None:
-                return staged  # asked again after it was done
-            raise StagingError(
-                f"node {self.node} holds no images for attempt {head.attempt} (its stager was restarted, or the "
-                "attempt was given up). The previous checkpoint stands.",
-                node=self.node,
-            )
-        if snapshot.staged is None:
-            snapshot.staged = asyncio.ensure_future(self._stage(snapshot))
-            snapshot.staged.add_done_callback(_observed)
-        await asyncio.wait({snapshot.staged}, timeout=deadline_s)
-        if snapshot.being_written:
-            unwritten, member = snapshot.unwritten()
-            raise DeadlineError(
-                f"the disk of node {self.node} has not taken attempt {head.attempt} within {deadline_s:.1f} s: "
-                f"{'; '.join(unwritten[:4]) or 'the list of shards is not written'}. The previous checkpoint stands. "
-                f"Look at the disk of {self._config.staging} (dmesg, iostat), or allow more time (stage_deadline_s).",
-                member=member,
-                node=self.node,
-                waited_s=deadline_s,
-            )
-        return snapshot.staged.result()
-
-    async def _stage(self, snapshot: StandingSnapshot) -> tuple[ShardRecord, ...]:
-        """The images stay as they are until they are filled again: a resume that comes before that reads from them."""
-        head = snapshot.head
-        staged = False
-        try:
-            await self._pass("stager.stage.begin")
-            results = await asyncio.gather(
-                *(self._write(snapshot, shard) for shard in snapshot.shards), return_exceptions=True
-            )
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-            records = tuple(result for result in results if isinstance(result, ShardRecord))
-            await self._pass("stager.stage.written")
-            await self._on_disk("write the list of shards in", self._disk.write_staged, head, records)
-            staged = True
-        except Exception:
-            # Without staged.json it can never be accepted: give the space back now, records need some.
-            try:
-                await self._on_disk("clean", self._disk.discard, head)
-            except LastgoodError as error:
-                log.warning("attempt %s failed and its files are still here: %s", head.attempt, error)
-            raise
-        finally:
-            self._snapshots.pop(head.attempt, None)
-            if not staged:
-                self._drop_images(head.attempt)
-        return records
-
-    async def _write(self, snapshot: StandingSnapshot, shard: SealedShard) -> ShardRecord:
-        head, key = snapshot.head, (shard.member, shard.component)
-        image = self._slots.find(key, shard.image)
-        assert image is not None, "a sealed image outlives its process until its attempt is over"
-        path = shard_path(shard.member.role, shard.member.rank, shard.component)
-        async with self._writers:
-            progress = snapshot.progress[key] = WriteProgress()
-            if head.attempt in self._given_up:
-                progress.give_up()
-            payload = image.payload[: shard.nbytes]
-            try:
-                digests = await asyncio.to_thread(self._write_file, head, path, payload, progress)
-            except LastgoodError as error:
-                raise type(error)(
-                    f"{shard.member}.{shard.component}: {error.message}",
-                    **{**error.facts, "member": shard.member, "node": self.node},
-                ) from error
-        image.mark_staged()
-        return ShardRecord(
-            role=shard.member.role,
-            rank=shard.member.rank,
-            component=shard.component,
-            path=path,
-            nbytes=shard.nbytes,
-            block_bytes=digests.block_bytes,
-            blocks=tuple(digests.blocks),
-            digest=digests.digest,
-            node=self.node,
-            chunks=shard.chunks,
-        )
-
-    def _write_file(self, head: AttemptHead, path: str, payload: memoryview, progress: WriteProgress) -> BlockDigests:
-        """Writes one shard; blocks. However it ends, `progress.ended` is set."""
-        try:
-            place = self._disk.shard_file(head, path)
-            return write_image(
-                payload,
-                place,
-                block_bytes=self._config.block_bytes,
-                threads=self._config.threads_per_shard,
-                start_thread=lower_this_thread,
-                progress=progress,
-            )
-        finally:
-            progress.ended = True
-
-    def _free(self, snapshot: StandingSnapshot) -> None:
-        """The attempt needs its images no longer; those of dead processes go. May be repeated."""
-        self._snapshots.pop(snapshot.head.attempt, None)
-        self._drop_images(snapshot.head.attempt)
-
-    def _drop_images(self, attempt: str) -> None:
-        self._slots.release(attempt, self._processes.hosts())
+        return await self._staging.stage(head, deadline_s)
 
     async def accept(self, epoch: int, head: AttemptHead, manifest: bytes) -> RecordState:
         await self._heed(epoch)
@@ -451,19 +285,8 @@ class Stager:
 
     async def refuse(self, epoch: int, head: AttemptHead, reason: str) -> RecordState:
         await self._heed(epoch)
-        self._give_up(head.attempt)
+        self._staging.give_up(head.attempt)
         return await self._on_disk("refuse in", self._disk.refuse, head, reason)
-
-    def _give_up(self, attempt: str) -> None:
-        """Nobody will accept the attempt: its images are free at once, or as soon as their writes have ended."""
-        self._given_up.append(attempt)
-        snapshot = self._snapshots.get(attempt)
-        if snapshot is None:
-            return
-        if snapshot.staged is None:
-            self._free(snapshot)
-        for progress in snapshot.progress.values():
-            progress.give_up()
 
     async def publish(self, epoch: int, completed: Completed, manifest: bytes) -> None:
         await self._heed(epoch)
@@ -474,7 +297,7 @@ class Stager:
         upload = self._uploads.get(head.attempt)
         if upload is None:  # asked again while it runs, it goes on
             upload = self._uploads[head.attempt] = asyncio.ensure_future(self._upload(epoch, head))
-            upload.add_done_callback(_observed)
+            upload.add_done_callback(observed)
             upload.add_done_callback(lambda _: self._uploads.pop(head.attempt, None))
         await asyncio.shield(upload)
 
@@ -488,7 +311,7 @@ class Stager:
         for record in staged:
             key = self._disk.paths.shard(head.step, head.attempt, record.path)
             place = self._disk.paths.place(key)
-            await self._pass("stager.upload.shard")
+            await pass_point("stager.upload.shard")
             digests = BlockDigests.of_record(record)
             await self._at_store(f"storing {key}", self._store.put_file, key, place, digests, limit_s=SHARD_S)
 
@@ -498,24 +321,8 @@ class Stager:
 
     async def discard(self, epoch: int, head: AttemptHead) -> None:
         await self.release(epoch, head)
-        self._give_up(head.attempt)
-        snapshot = self._snapshots.get(head.attempt)
-        if snapshot is not None and snapshot.staged is not None:
-            await asyncio.wait({snapshot.staged}, timeout=LET_GO_S)  # a write ends before its files and images go
-            if snapshot.being_written:
-                raise self._still_writing(snapshot)
-        self._drop_images(head.attempt)  # also those sealed by members whose node as a whole did not vote
+        await self._staging.let_go(head)
         await self._on_disk("clean", self._disk.discard, head)
-
-    def _still_writing(self, snapshot: StandingSnapshot) -> StagingError:
-        unwritten, member = snapshot.unwritten()
-        return StagingError(
-            f"attempt {snapshot.head.attempt} failed, and node {self.node} still writes it: "
-            f"{'; '.join(unwritten[:4])}. Its images are free when that ends. Look at the disk of "
-            f"{self._config.staging} (dmesg, iostat).",
-            node=self.node,
-            member=member,
-        )
 
     async def collect(self, epoch: int, head: AttemptHead, reason: str) -> None:
         """Deletes a committed attempt that retention lets go; see NodeDisk.collect."""
@@ -544,7 +351,7 @@ class Stager:
     async def forget(self, epoch: int) -> None:
         """Members drop what they loaded and did not apply; fetched copies are deleted, and what dead members left."""
         await self._heed(epoch)
-        self._slots.drop_orphans(self._processes.hosts())
+        self._staging.drop_orphans()
         await self._processes.ask_all(self._hosts(), lambda members: _order(OrderKind.FORGET, epoch, 60.0, members))
         await self._on_disk("clean", self._disk.remove_fetched)
 
@@ -596,51 +403,17 @@ class Stager:
         await self._copies.begin(attempt, process)
 
     async def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
-        """Paths of free images with room for what a member will write; see Slots.provide.
-
-        Raises SnapshotError if memory is too small, or nobody waits for the attempt any more; StagingError if the last
-        attempt's images are still being written.
-        """
-        await self._writes_over(requests)
-        return await self._slots.provide(process, requests, self._snapshots)
-
-    async def _create_image(self, request: ImageRequest) -> Image:
-        create = functools.partial(self._room.create, request.nbytes)
-        try:
-            return await self._memory_lane.run(f"making an image of {request.nbytes} bytes", create, MEMORY_S)
-        except SnapshotError as error:
-            facts = {**error.facts, "member": request.member, "node": self.node}
-            raise SnapshotError(f"{request.member}.{request.component}: {error.message}", **facts) from error
-
-    async def _writes_over(self, requests: Sequence[ImageRequest]) -> None:
-        """Waits for writes of attempts that were given up: until they end, nobody may fill their images."""
-        for request in requests:
-            if request.attempt and request.attempt in self._given_up:
-                raise SnapshotError(
-                    f"attempt {request.attempt} was given up before {request.member} was copied; nothing was copied",
-                    member=request.member,
-                    node=self.node,
-                )
-        loop = asyncio.get_running_loop()
-        until = loop.time() + LET_GO_S
-        for request in requests:
-            for attempt in self._slots.attempts_of((request.member, request.component)):
-                snapshot = self._snapshots.get(attempt)
-                if snapshot is None or snapshot.staged is None or attempt not in self._given_up:
-                    continue
-                await asyncio.wait({snapshot.staged}, timeout=max(0.0, until - loop.time()))
-                if snapshot.being_written:
-                    raise self._still_writing(snapshot)
+        """Paths of free images with room for what a member will write; see Staging.provide."""
+        return await self._staging.provide(process, requests)
 
     def _on_death(self, process: str) -> None:
-        self._slots.bury(process, self._given_up)
+        self._staging.bury(process)
 
     async def locate(
         self, head: AttemptHead, record: ShardRecord, rejected: Sequence[str], source: str | None
     ) -> tuple[str, str] | None:
         """Finds a shard for a resume: the image that it was staged from, or see Finder.locate."""
-        key = (MemberId(record.role, record.rank), record.component)
-        image = self._slots.staged(key, head.attempt, record.nbytes) if record.node == self.node else None
+        image = self._staging.staged_image(head, record)
         if image is not None and str(image.path) not in rejected:
             return str(image.path), "memory"
         return await self._finder.locate(head, record, rejected, source)
@@ -650,12 +423,6 @@ class Stager:
     async def read(self, head: AttemptHead, path: str, begin: int, nbytes: int) -> bytes:
         """A piece of a shard here; see Finder.read."""
         return await self._finder.read(head, path, begin, nbytes)
-
-
-def _observed(future: asyncio.Future[Any]) -> None:
-    """The outcome of work that nobody may be waiting for; it must not be reported as never retrieved."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _order(

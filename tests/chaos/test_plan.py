@@ -17,7 +17,7 @@ def test_every_failpoint_in_the_code_is_known_to_the_campaign_and_none_is_made_u
     text = "".join(
         path.read_text() for folder in ("storage", "coordinator", "workers") for path in (ROOT / folder).glob("*.py")
     )
-    named = set(re.findall(r'(?:failpoint\(\s*|failpoint, |_pass\()"([a-z_.]+)"', text))
+    named = set(re.findall(r'(?:failpoint\(\s*|failpoint, |pass_point\()"([a-z_.]+)"', text))
     from lastgood.coordinator import commands as cmd
     from lastgood.coordinator.runner import point
     from lastgood.workers.orders import OrderKind

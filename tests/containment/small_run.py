@@ -86,7 +86,7 @@ class SmallNode:
         return self.staging / "run"
 
     def image_bytes(self) -> int:
-        return self.stager._room.nbytes()
+        return self.stager._staging._room.nbytes()
 
 
 class Tensors:
@@ -219,7 +219,7 @@ class SmallRun:
                     left.append(str(path))
             left += [
                 f"image of {component} on {node.rank} is {image.state.name}"
-                for (_, component), image in node.stager._slots.images()
+                for (_, component), image in node.stager._staging._slots.images()
                 if image.state.name == "SEALED" or (image.state.name == "STAGED" and image.attempt not in committed)
             ]
         return left

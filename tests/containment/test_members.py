@@ -101,7 +101,7 @@ def test_a_copy_that_never_ends_costs_its_deadline_and_so_do_those_behind_it(run
 
 def test_a_copy_whose_attempt_was_given_up_copies_nothing_when_it_goes_on(run: SmallRun) -> None:
     run.commits(1)
-    images = [image for _, image in run.nodes[1].stager._slots.images()]
+    images = [image for _, image in run.nodes[1].stager._staging._slots.images()]
     with stalled(run, "capture"), run.hurry(**HURRY):
         run.fails(2, "actor:1", phase="snapshotting", node=1, member=1)
         run.clean()

@@ -59,7 +59,7 @@ def test_an_image_that_was_cleaned_away_is_told_as_such(run: SmallRun) -> None:
     run.commits(1)
     weights = run.nodes[1].state["weights"]
     weights.value = torch.zeros(400_000)  # needs a larger image
-    folder = run.nodes[1].stager._room.folder
+    folder = run.nodes[1].stager._staging._room.folder
     hidden = folder.with_name("elsewhere")
     folder.rename(hidden)
     run.fails(2, "clean up in image_root", phase="snapshotting", node=1, member=1)
@@ -89,11 +89,11 @@ def test_images_of_a_process_that_died_after_its_attempt_was_given_up_are_not_ke
     run.commits(1)
     node = run.nodes[1]
     attempt = run.driver.core.attempts[next(iter(run.driver.core.attempts))].head
-    image = next(image for key, image in node.stager._slots.images() if key[1] == "cursor")
+    image = next(image for key, image in node.stager._staging._slots.images() if key[1] == "cursor")
     image.free()
 
     async def give_up() -> None:
-        node.stager._give_up("A2")
+        node.stager._staging.give_up("A2")
 
     run.loop.run(give_up())
     subprocess.run([sys.executable, "-c", _DIES, str(image.path), "A2"], check=True)

@@ -44,7 +44,7 @@ from lastgood.storage.layout import RunPaths
 from lastgood.storage.manifest import Completed, EpochNote, Manifest, MemberRecord, RoleRecord, ShardRecord
 from lastgood.storage.store import FileStore
 from lastgood.workers import disk
-from lastgood.workers import stager as stager_module
+from lastgood.workers import staging as staging_module
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import ImageState
 from lastgood.workers.member import Member
@@ -330,12 +330,12 @@ def test_images_outlive_their_process_and_a_resume_reads_from_them(node: Node, a
     weights, manifest = died_after_sealing(node, agent)
     rot(node.root / SHARD, -1 + (node.root / SHARD).stat().st_size)  # so it cannot be from there
     assert torch.equal(resumed(node, manifest), weights)
-    assert node.stager._room.nbytes() == 0  # nobody needs them after it
+    assert node.stager._staging._room.nbytes() == 0  # nobody needs them after it
 
 
 def test_a_damaged_image_is_passed_over_for_the_file(node: Node, agent: Agent) -> None:
     weights, manifest = died_after_sealing(node, agent)
-    for _, image in node.stager._slots.images():
+    for _, image in node.stager._staging._slots.images():
         rot(image.path, 4096 + 20)
     assert torch.equal(resumed(node, manifest), weights)
 
@@ -374,7 +374,7 @@ def test_images_are_reused_from_save_to_save(node: Node, agent: Agent) -> None:
         at = head(f"A{step}", step, 1, step)
         snapshot(node, at)
         commit(node, at)
-        sizes.add((node.stager._room.nbytes(), node.stager._room._count))
+        sizes.add((node.stager._staging._room.nbytes(), node.stager._staging._room._count))
     assert len(sizes) == 1
 
 
@@ -530,8 +530,8 @@ def test_an_image_that_was_not_sealed_for_the_attempt_is_never_staged(node: Node
     agent.add(Member.of("actor", 0, 1, training()), "m1")
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
-    shard = node.stager._snapshots["A1"].shards[0]
-    image = node.stager._slots.find((shard.member, shard.component), shard.image)
+    shard = node.stager._staging._snapshots["A1"].shards[0]
+    image = node.stager._staging._slots.find((shard.member, shard.component), shard.image)
     assert image is not None
     used = image.used_bytes
     for state, attempt, nbytes in (
@@ -541,9 +541,9 @@ def test_an_image_that_was_not_sealed_for_the_attempt_is_never_staged(node: Node
     ):
         image._store(state, nbytes, attempt)
         with pytest.raises(SnapshotError, match="not sealed for A1"):
-            node.stager._checked(head(), shard)
+            node.stager._staging.checked(head(), shard)
     image._store(ImageState.SEALED, used, "A1")
-    assert node.stager._checked(head(), shard) == shard
+    assert node.stager._staging.checked(head(), shard) == shard
 
 
 def test_an_update_that_wants_to_begin_waits_until_the_agent_has_copied(node: Node, agent: Agent) -> None:
@@ -683,7 +683,7 @@ def test_only_the_threads_that_stage_have_low_priority(
     node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lowered: set[str] = set()
-    monkeypatch.setattr(stager_module, "lower_this_thread", lambda: lowered.add(threading.current_thread().name))
+    monkeypatch.setattr(staging_module, "lower_this_thread", lambda: lowered.add(threading.current_thread().name))
     agent.add(Member.of("actor", 0, 1, training()), "m1")
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
@@ -697,14 +697,14 @@ def test_a_failed_write_gives_the_space_back_before_anybody_asks(
     agent.add(Member.of("actor", 0, 1, training()), "m1")
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
-    write = stager_module.write_image
+    write = staging_module.write_image
 
     def full(payload: Any, place: Path, **options: Any) -> Any:
         if "optimizer" in place.name:
             raise StagingError("the disk is full", path=str(place))
         return write(payload, place, **options)
 
-    monkeypatch.setattr(stager_module, "write_image", full)
+    monkeypatch.setattr(staging_module, "write_image", full)
     with pytest.raises(StagingError, match="full"):
         stage(node, head())
     assert list((node.root / "staging/run").rglob("*.safetensors")) == []

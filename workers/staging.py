@@ -1,0 +1,328 @@
+"""What a node holds of attempts in memory, and how it comes to the disk: images, standing snapshots, their writes.
+
+A part of the stager, used on its event loop only. Images outlive the processes that filled them: the trainers may die
+as soon as they are sealed. A staged image stays until it is filled again, for a resume that comes before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..coordinator.messages import AttemptHead, AttemptInventory, MemberId, NodeSnapshot, RecordState
+from ..storage.digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests
+from ..storage.errors import DeadlineError, LastgoodError, SnapshotError, StagingError
+from ..storage.failpoints import VARIABLE, failpoint
+from ..storage.files import WriteProgress, write_image
+from ..storage.lanes import Lane
+from ..storage.layout import shard_path
+from ..storage.manifest import ShardRecord
+from .disk import NodeDisk
+from .images import Image, ImageRoom, ImageState
+from .orders import ImageRequest, SealedShard
+from .priority import lower_this_thread
+from .slots import Slots
+from .snapshots import StandingSnapshot
+
+log = logging.getLogger("lastgood.stager")
+
+MEMORY_S = 30.0  # until an image's pages are there
+LET_GO_S = 5.0  # until a write whose attempt was given up has ended
+MEMORY_THREADS = 2
+
+
+@dataclass(frozen=True)
+class StagerConfig:
+    """What a stager is told at birth. Paths are absolute; `block_bytes`: the digest's block, and part size."""
+
+    run: str
+    staging: Path
+    image_root: Path
+    holder: str  # names this stager to people, in the lock file
+    address: str  # host name and directory, for reports
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+    images_per_component: int = 1  # 2: the newest snapshot stays in memory while the next is copied
+    shards_at_once: int = 2  # of those that are written
+    threads_per_shard: int = DEFAULT_THREADS  # that write it, and as many that hash it
+
+
+async def pass_point(point: str) -> None:
+    """Passes a failpoint, off the loop, so that a pause stops this call and nothing else."""
+    if os.environ.get(VARIABLE):
+        await asyncio.to_thread(failpoint, point)
+
+
+def observed(future: asyncio.Future[Any]) -> None:
+    """The outcome of work that nobody may be waiting for; it must not be reported as never retrieved."""
+    if not future.cancelled():
+        future.exception()
+
+
+class Staging:
+    """Of one stager. `on_disk` runs a call on the staging directory in the stager's lane for it."""
+
+    def __init__(
+        self,
+        config: StagerConfig,
+        disk: NodeDisk,
+        room: ImageRoom,
+        on_disk: Callable[..., Awaitable[Any]],
+        living: Callable[[], Collection[str]],
+    ) -> None:
+        """`living`: the processes that are registered now."""
+        self.node = disk.node
+        self._config = config
+        self._disk = disk
+        self._on_disk = on_disk
+        self._living = living
+        self._room = room
+        self._snapshots: dict[str, StandingSnapshot] = {}
+        self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
+        self._writers = asyncio.Semaphore(config.shards_at_once)
+        self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
+        self._slots = Slots(room, self.node, config.images_per_component, self._create_image)
+
+    def close(self) -> None:
+        """Ends the writes and unlinks every image."""
+        for snapshot in self._snapshots.values():
+            if snapshot.staged is not None:
+                snapshot.staged.cancel()
+        self._room.close()
+        self._memory_lane.close()
+
+    def vote_of(self, attempt: str) -> NodeSnapshot | None:
+        """The vote of an attempt that stands in memory and is not staged yet."""
+        standing = self._snapshots.get(attempt)
+        return None if standing is None else standing.vote
+
+    def is_given_up(self, attempt: str) -> bool:
+        """Whether nobody will ever accept it."""
+        return attempt in self._given_up
+
+    def stand(self, head: AttemptHead, vote: NodeSnapshot, shards: Sequence[SealedShard]) -> None:
+        """The attempt's images are whole."""
+        self._snapshots[head.attempt] = StandingSnapshot(head, vote, tuple(shards))
+
+    def checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
+        """A member's word that a shard is whole, held against the image's own header page."""
+        image = self._slots.find((shard.member, shard.component), shard.image)
+        if image is None:
+            raise SnapshotError(
+                f"{shard.member} sealed an image that node {self.node} did not give it", member=shard.member
+            )
+        if image.state is not ImageState.SEALED or image.attempt != head.attempt or image.used_bytes != shard.nbytes:
+            raise SnapshotError(
+                f"the image of {shard.member}.{shard.component} is {image.state.name.lower()} for attempt "
+                f"{image.attempt or 'none'} with {image.used_bytes} bytes, not sealed for {head.attempt}; it is not "
+                "staged. The previous checkpoint stands.",
+                member=shard.member,
+                node=self.node,
+            )
+        return shard
+
+    async def stage(self, head: AttemptHead, deadline_s: float) -> Sequence[ShardRecord]:
+        """Writes the attempt's images to the disk, once. Raises StagingError, DeadlineError."""
+        snapshot = self._snapshots.get(head.attempt)
+        if snapshot is None:
+            staged = await self._on_disk("read", self._disk.read_staged, head)
+            if staged is not None:
+                return staged  # asked again after it was done
+            raise StagingError(
+                f"node {self.node} holds no images for attempt {head.attempt} (its stager was restarted, or the "
+                "attempt was given up). The previous checkpoint stands.",
+                node=self.node,
+            )
+        if snapshot.staged is None:
+            snapshot.staged = asyncio.ensure_future(self._stage(snapshot))
+            snapshot.staged.add_done_callback(observed)
+        await asyncio.wait({snapshot.staged}, timeout=deadline_s)
+        if snapshot.being_written:
+            unwritten, member = snapshot.unwritten()
+            raise DeadlineError(
+                f"the disk of node {self.node} has not taken attempt {head.attempt} within {deadline_s:.1f} s: "
+                f"{'; '.join(unwritten[:4]) or 'the list of shards is not written'}. The previous checkpoint stands. "
+                f"Look at the disk of {self._config.staging} (dmesg, iostat), or allow more time (stage_deadline_s).",
+                member=member,
+                node=self.node,
+                waited_s=deadline_s,
+            )
+        return snapshot.staged.result()
+
+    async def _stage(self, snapshot: StandingSnapshot) -> tuple[ShardRecord, ...]:
+        """The images stay as they are until they are filled again: a resume that comes before that reads from them."""
+        head = snapshot.head
+        staged = False
+        try:
+            await pass_point("stager.stage.begin")
+            results = await asyncio.gather(
+                *(self._write(snapshot, shard) for shard in snapshot.shards), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            records = tuple(result for result in results if isinstance(result, ShardRecord))
+            await pass_point("stager.stage.written")
+            await self._on_disk("write the list of shards in", self._disk.write_staged, head, records)
+            staged = True
+        except Exception:
+            # Without staged.json it can never be accepted: give the space back now, records need some.
+            try:
+                await self._on_disk("clean", self._disk.discard, head)
+            except LastgoodError as error:
+                log.warning("attempt %s failed and its files are still here: %s", head.attempt, error)
+            raise
+        finally:
+            self._snapshots.pop(head.attempt, None)
+            if not staged:
+                self.drop_images(head.attempt)
+        return records
+
+    async def _write(self, snapshot: StandingSnapshot, shard: SealedShard) -> ShardRecord:
+        head, key = snapshot.head, (shard.member, shard.component)
+        image = self._slots.find(key, shard.image)
+        assert image is not None, "a sealed image outlives its process until its attempt is over"
+        path = shard_path(shard.member.role, shard.member.rank, shard.component)
+        async with self._writers:
+            progress = snapshot.progress[key] = WriteProgress()
+            if head.attempt in self._given_up:
+                progress.give_up()
+            payload = image.payload[: shard.nbytes]
+            try:
+                digests = await asyncio.to_thread(self._write_file, head, path, payload, progress)
+            except LastgoodError as error:
+                raise type(error)(
+                    f"{shard.member}.{shard.component}: {error.message}",
+                    **{**error.facts, "member": shard.member, "node": self.node},
+                ) from error
+        image.mark_staged()
+        return ShardRecord(
+            role=shard.member.role,
+            rank=shard.member.rank,
+            component=shard.component,
+            path=path,
+            nbytes=shard.nbytes,
+            block_bytes=digests.block_bytes,
+            blocks=tuple(digests.blocks),
+            digest=digests.digest,
+            node=self.node,
+            chunks=shard.chunks,
+        )
+
+    def _write_file(self, head: AttemptHead, path: str, payload: memoryview, progress: WriteProgress) -> BlockDigests:
+        """Writes one shard; blocks. However it ends, `progress.ended` is set."""
+        try:
+            place = self._disk.shard_file(head, path)
+            return write_image(
+                payload,
+                place,
+                block_bytes=self._config.block_bytes,
+                threads=self._config.threads_per_shard,
+                start_thread=lower_this_thread,
+                progress=progress,
+            )
+        finally:
+            progress.ended = True
+
+    def _free(self, snapshot: StandingSnapshot) -> None:
+        """The attempt needs its images no longer; those of dead processes go. May be repeated."""
+        self._snapshots.pop(snapshot.head.attempt, None)
+        self.drop_images(snapshot.head.attempt)
+
+    def drop_images(self, attempt: str) -> None:
+        self._slots.release(attempt, self._living())
+
+    def give_up(self, attempt: str) -> None:
+        """Nobody will accept the attempt: its images are free at once, or as soon as their writes have ended."""
+        self._given_up.append(attempt)
+        snapshot = self._snapshots.get(attempt)
+        if snapshot is None:
+            return
+        if snapshot.staged is None:
+            self._free(snapshot)
+        for progress in snapshot.progress.values():
+            progress.give_up()
+
+    def _still_writing(self, snapshot: StandingSnapshot) -> StagingError:
+        unwritten, member = snapshot.unwritten()
+        return StagingError(
+            f"attempt {snapshot.head.attempt} failed, and node {self.node} still writes it: "
+            f"{'; '.join(unwritten[:4])}. Its images are free when that ends. Look at the disk of "
+            f"{self._config.staging} (dmesg, iostat).",
+            node=self.node,
+            member=member,
+        )
+
+    async def let_go(self, head: AttemptHead) -> None:
+        """The attempt is discarded: its writes end, its images are free. Raises StagingError when one does not end."""
+        self.give_up(head.attempt)
+        snapshot = self._snapshots.get(head.attempt)
+        if snapshot is not None and snapshot.staged is not None:
+            await asyncio.wait({snapshot.staged}, timeout=LET_GO_S)  # a write ends before its files and images go
+            if snapshot.being_written:
+                raise self._still_writing(snapshot)
+        self.drop_images(head.attempt)  # also those sealed by members whose node as a whole did not vote
+
+    async def provide(self, process: str, requests: Sequence[ImageRequest]) -> Mapping[tuple[MemberId, str], str]:
+        """Paths of free images with room for what a member will write; see Slots.provide.
+
+        Raises SnapshotError if memory is too small, or nobody waits for the attempt any more; StagingError if the last
+        attempt's images are still being written.
+        """
+        await self._writes_over(requests)
+        return await self._slots.provide(process, requests, self._snapshots)
+
+    def bury(self, process: str) -> None:
+        """A process is gone; see Slots.bury."""
+        self._slots.bury(process, self._given_up)
+
+    def drop_orphans(self) -> None:
+        """A resume is over; see Slots.drop_orphans."""
+        self._slots.drop_orphans(self._living())
+
+    def staged_image(self, head: AttemptHead, record: ShardRecord) -> Image | None:
+        """The image that a shard was staged from, while it is still as it was."""
+        key = (MemberId(record.role, record.rank), record.component)
+        return self._slots.staged(key, head.attempt, record.nbytes) if record.node == self.node else None
+
+    async def _create_image(self, request: ImageRequest) -> Image:
+        create = functools.partial(self._room.create, request.nbytes)
+        try:
+            return await self._memory_lane.run(f"making an image of {request.nbytes} bytes", create, MEMORY_S)
+        except SnapshotError as error:
+            facts = {**error.facts, "member": request.member, "node": self.node}
+            raise SnapshotError(f"{request.member}.{request.component}: {error.message}", **facts) from error
+
+    async def _writes_over(self, requests: Sequence[ImageRequest]) -> None:
+        """Waits for writes of attempts that were given up: until they end, nobody may fill their images."""
+        for request in requests:
+            if request.attempt and request.attempt in self._given_up:
+                raise SnapshotError(
+                    f"attempt {request.attempt} was given up before {request.member} was copied; nothing was copied",
+                    member=request.member,
+                    node=self.node,
+                )
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LET_GO_S
+        for request in requests:
+            for attempt in self._slots.attempts_of((request.member, request.component)):
+                snapshot = self._snapshots.get(attempt)
+                if snapshot is None or snapshot.staged is None or attempt not in self._given_up:
+                    continue
+                await asyncio.wait({snapshot.staged}, timeout=max(0.0, until - loop.time()))
+                if snapshot.being_written:
+                    raise self._still_writing(snapshot)
+
+    def only_in_memory(self, on_disk: Collection[str]) -> list[AttemptInventory]:
+        """Attempts that are snapshotted here and not yet staged: a new coordinator refuses and discards them."""
+        return [
+            AttemptInventory(name, at.step, at.epoch, at.sequence, RecordState.NONE, False, False, False, ())
+            for name, at in ((name, snapshot.head) for name, snapshot in self._snapshots.items())
+            if name not in on_disk
+        ]
