@@ -143,7 +143,7 @@ class Run:
         """
         self._must_lead("add_members")
         check_name("role", role)
-        _check_call(role, handles, state)
+        _check_call(role, handles, state, rank)
         self._refuse_own_actor(handles)
         deadline_s = self.options.register_deadline_s
         places = self._ask_all(role, [handle.__ray_call__.remote(where) for handle in handles], deadline_s)
@@ -453,13 +453,19 @@ class Run:
             )
 
 
-def _check_call(role: str, handles: Any, state: Any) -> None:
+def _check_call(role: str, handles: Any, state: Any, rank: Any) -> None:
     """Raises UsageError or MembershipError for arguments of add_members that are something else than they should be."""
     if not callable(state):
         raise UsageError(
             f"add_members({role!r}): state is a {type(state).__name__}; it takes a function that is called in each "
             "actor's process and returns what holds its state: state=lambda worker: {'model': worker.model}. Nothing "
             "was touched. (The driver's own objects go to add_driver.)",
+            role=role,
+        )
+    if rank is not None and not callable(rank):
+        raise UsageError(
+            f"add_members({role!r}): rank is {rank!r}; it takes a function that is called in each actor's process: "
+            "rank=lambda worker: (worker.rank, world_size). Nothing was touched.",
             role=role,
         )
     if not isinstance(handles, Sequence):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..storage.fingerprint import merged
 from .messages import Blame, MemberId, MemberInfo, MemberReport, NodeSnapshot, RoleDeclaration
 
 
@@ -250,8 +251,8 @@ def _component_problem(member: MemberId, has: Iterable[str], declared: Iterable[
 
 
 def _fingerprint(infos: Mapping[MemberId, MemberInfo]) -> dict[str, Any]:
-    """Names carry their role already; where ranks differ, the highest rank's value stands (the same one every time)."""
-    merged: dict[str, Any] = {}
+    """Of all roles; names carry their role already."""
+    by_role: dict[str, list[Mapping[str, Any]]] = {}
     for member in sorted(infos):
-        merged.update(infos[member].fingerprint)
-    return merged
+        by_role.setdefault(member.role, []).append(infos[member].fingerprint)
+    return {name: value for ranks in by_role.values() for name, value in merged(ranks).items()}

@@ -69,7 +69,8 @@ class DrainOutcome:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What end_step came to. `saved` is the attempt that copied this step, if one did."""
+    """What end_step came to. `saved` is the attempt that has copied this step, if one has; with overlapped snapshots
+    one that has begun to: should its copy fail, the next end_step tells."""
 
     step: int
     reason: str  # why it was saved or not, a sentence
@@ -78,7 +79,7 @@ class StepOutcome:
     failures: tuple[str, ...] = ()  # what failed since the last end_step; training may go on unless `stop`
     stop: bool = False
     newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
-    in_memory: bool = False  # a snapshot of this step lies whole in memory
+    in_memory: bool = False  # a snapshot of this step lies whole in memory (or, overlapped, will)
     alarms: tuple[str, ...] = ()  # what is wrong with the run though its saves succeed; since the last end_step
 
 

@@ -47,7 +47,7 @@ class Progress:
                 self._core.memory.hold(attempt)
                 return
             self._core.memory.supersede(attempt)
-            attempt.move(Cause.ALL_COPIED, self._core.now_s, "training may go on")
+            attempt.move(Cause.ALL_COPIED, self._core.now_s, "every copy is whole")
             attempt.phase_deadline_s = self._core.now_s + self._core.settings.deadlines.stage_s
             self._core.announce(attempt, SaveState.SNAPSHOT)
 

@@ -295,11 +295,17 @@ class Service:
         """Takes over what a restarted coordinator has forgotten: where this line of the run began."""
         if progress.resumed is None:
             return
-        self._protected.add(progress.resumed.attempt)
+        self._protect(progress.resumed)
         if not self._knows_line:
             self._knows_line = True
             if self.newest() <= progress.resumed_after:  # nothing was committed since: the next grows from there
                 self._led.resumed_from(progress.resumed)
+
+    def _protect(self, resumed: AttemptHead | None) -> None:
+        """Retention leaves alone what the run continued from, and not what it continued from before that."""
+        self._protected.clear()
+        if resumed is not None:
+            self._protected.add(resumed.attempt)
 
     def newest(self) -> tuple[int, int]:
         """(epoch, sequence) of the newest checkpoint that is known, of whatever line; (0, 0) when there is none."""
@@ -473,11 +479,10 @@ class Service:
         with self._housekeeping.at_rest():  # nothing that it reads is collected meanwhile
             if mode != "none":
                 restored = await self._resuming.restore(mode, terms, remaining_s)
+            head = None
             if restored is not None:
-                self._protected.add(restored.attempt)
-        head = None
-        if restored is not None:
-            head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
+                head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
+            self._protect(head)
         self._led.resumed_from(head)
         self._knows_line = True
         step = 0 if restored is None else restored.step

@@ -254,11 +254,11 @@ class Agent:
         with contextlib.ExitStack() as copies:
             for member in members.values():
                 copies.enter_context(member.gate.copying(order.step))
-            if order.overlapped:
-                self._link.copying(self.process, head.attempt)
             flats: dict[tuple[MemberId, str], Flat] = {}
             trees = {name: member.capture(order.step) for name, member in members.items()}
             before = Stillness({str(name): found for name, found in trees.items()})
+            if order.overlapped:  # not earlier: what is written from here on is noticed
+                self._link.copying(self.process, head.attempt)
             for name, found in trees.items():
                 for component, tree in found.items():
                     with _blaming(name, component):

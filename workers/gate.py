@@ -26,8 +26,9 @@ HOLD_LIMIT_S = 600.0
 class _Copy:
     """One copy under way."""
 
-    def __init__(self, what: str, until: float) -> None:
+    def __init__(self, what: str, until: float, step: int | None = None) -> None:
         self.what = what
+        self.step = step  # whose live state it copies; None for a mark
         self.until = until  # updates wait for it no longer
         self.void = False  # an update began while it ran
 
@@ -112,7 +113,7 @@ class Gate:
         """
         with self._changed:
             self._require(step)
-            copy = self._begin(f"the copy of step {step}")
+            copy = self._begin(f"the copy of step {step}", step)
         try:
             yield
         except BaseException:
@@ -126,14 +127,23 @@ class Gate:
         with self._changed:
             self._require(step)
 
+    def require_copying(self, step: int) -> None:
+        """Raises WindowClosedError unless the window of `step` is open, or a copy of it holds updates back."""
+        with self._changed:
+            if not any(copy.step == step and not copy.void for copy in self._copies):
+                self._require(step)
+
     def close(self, deadline_s: float) -> None:
         """Closes the window; returns when no copy runs, and none starts before the next mark.
 
-        Raises DeadlineError when copies run for longer than `deadline_s`; the window is closed even then.
+        Raises DeadlineError when copies run for longer than `deadline_s`; the window is closed even then, and they are
+        void.
         """
         with self._changed:
             self._open_step = None
             if not self._wait_for_copies(deadline_s):
+                for copy in self._copies:
+                    copy.void = True  # whoever asked may go on to an update all the same
                 raise self._late("closing the window", deadline_s)
             self._open_step = None  # a mark that was under way may have opened it
 
@@ -160,8 +170,8 @@ class Gate:
             del self._updates[optimizer]
             return True
 
-    def _begin(self, what: str) -> _Copy:
-        copy = _Copy(what, self._clock() + self.hold_limit_s)
+    def _begin(self, what: str, step: int | None = None) -> _Copy:
+        copy = _Copy(what, self._clock() + self.hold_limit_s, step)
         self._copies.append(copy)
         return copy
 
@@ -215,9 +225,9 @@ class Gate:
     def _refuse_void(self, copy: _Copy) -> None:
         if copy.void:
             raise DeadlineError(
-                f"member {self.member}: {copy.what} took longer than {self.hold_limit_s:.0f} s; the optimizer update "
-                "that waited for it went on, so what was copied is void and not used. The previous checkpoint stands; "
-                "look for what slows the copy (memory pressure, a stopped thread).",
+                f"member {self.member}: {copy.what} took so long that the update which waited for it (up to "
+                f"{self.hold_limit_s:.0f} s) went on, so what was copied is void and not used. The previous checkpoint "
+                "stands; look for what slows the copy (memory pressure, a stopped thread).",
                 member=self.member,
                 waited_s=self.hold_limit_s,
             )

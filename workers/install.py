@@ -94,7 +94,15 @@ def leave_actor(_instance: Any, run: str) -> None:
 def _rank_of(instance: Any, order: InstallOrder) -> tuple[int, int]:
     """(rank, world size), asked of the process and never taken from the order of a list."""
     if order.rank is not None:
-        return order.rank(instance)
+        told = order.rank(instance)
+        pair = tuple(told) if isinstance(told, (tuple, list)) else ()
+        if len(pair) != 2 or not all(isinstance(number, int) and not isinstance(number, bool) for number in pair):
+            raise MembershipError(
+                f"role {order.role}: rank(worker) returned {told!r}; it takes two ints, (rank, world size), such as "
+                "rank=lambda worker: (worker.rank, 4). Nothing is saved for this role.",
+                role=order.role,
+            )
+        return pair
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = getattr(instance, "rank", None), getattr(instance, "world_size", None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..storage.errors import FingerprintError, IntegrityError, OptionsError, ResumeError, UsageError
-from ..storage.fingerprint import compare
+from ..storage.fingerprint import compare, of_rank
 from ..storage.manifest import Manifest, ShardRecord
 from .component import Component, LoadContext, Reshard
 from .device_fence import synchronize
@@ -150,8 +150,9 @@ class _Loader:
         prefix = f"{self.role}."
         if not any(name.startswith(prefix) for name in saved):
             return  # written without one
+        mine = of_rank({name: value for name, value in saved.items() if name.startswith(prefix)}, self.member.id.rank)
         compare(
-            {name: value for name, value in saved.items() if name.startswith(prefix) and chosen(name)},
+            {name: value for name, value in mine.items() if chosen(name)},
             {name: value for name, value in self.member.fingerprint().items() if chosen(name)},
             self.allow,
         )

@@ -136,9 +136,10 @@ class Member:
         """The state trees of `step` by component: private small state, and live tensors for heavy components.
 
         Call it, and copy what it returns, inside `gate.copying(step)`. When it returns, the last update's kernels
-        have finished. Raises WindowClosedError when the window of `step` is not open.
+        have finished. Raises WindowClosedError when the window of `step` is not open; one that an update has closed
+        which waits for this very copy is no other window.
         """
-        self.gate.require(step)
+        self.gate.require_copying(step)
         if self._undeclared is not None:
             raise SnapshotError(
                 f"member {self.id}: an optimizer that is not in its state ({self._undeclared}) has updated its "

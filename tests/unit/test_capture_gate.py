@@ -128,10 +128,10 @@ def test_a_stuck_copy_lets_the_update_go_on_and_is_void() -> None:
     assert training.member.updates == 1
 
 
-def test_closing_the_window_waits_for_a_copy_and_names_it_when_it_is_late() -> None:
+def test_closing_the_window_waits_for_a_copy_and_names_and_voids_it_when_it_is_late() -> None:
     training = Training()
     training.member.mark(4)
-    with training.member.gate.copying(4):
+    with pytest.raises(DeadlineError, match="is void"), training.member.gate.copying(4):
         with pytest.raises(DeadlineError, match="the copy of step 4"):
             training.member.close_window(0.02)
         with pytest.raises(WindowClosedError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.coordinator.commands import Announce
-from lastgood.coordinator.messages import AttemptHead, SaveState
+from lastgood.coordinator.messages import AttemptHead, Progress, SaveState
 from lastgood.coordinator.options import Options
 from lastgood.coordinator.ownership import Identity
 from lastgood.coordinator.ports import Notice, Notices, StagerPort
@@ -54,6 +54,18 @@ async def alone(
     service = Service(options, store, lane, Identity("cluster", "token", "here"), nobody, shut_down, notices)
     await service.boot()
     return service
+
+
+def test_retention_leaves_alone_what_the_run_continued_from_last_and_nothing_older(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service = await alone(tmp_path)
+        for number in (1, 2):
+            service.heed(Progress(resumed=AttemptHead(f"A{number}", number, 1, number)))
+        assert service._housekeeping is not None
+        assert service._housekeeping._protected == {"A2"}
+        await service.end()
+
+    asyncio.run(scene())
 
 
 def test_a_coordinator_takes_unfinished_writes_from_the_store_once_nobody_can_be_writing_them(tmp_path: Path) -> None:

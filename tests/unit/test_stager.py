@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lastgood.coordinator.messages import (
     LoadRequest,
     MemberId,
     MemberInfo,
+    NodeSnapshot,
     RecordState,
     RoleDeclaration,
     SnapshotOrder,
@@ -165,6 +166,9 @@ def stage(node: Node, at: AttemptHead) -> tuple[ShardRecord, ...]:
 
 
 def manifest_of(node: Node, at: AttemptHead, shards: tuple[ShardRecord, ...]) -> bytes:
+    components = {
+        role: tuple(sorted(s.component for s in shards if s.role == role)) for role in {s.role for s in shards}
+    }
     return Manifest(
         run="run",
         attempt=at.attempt,
@@ -173,8 +177,8 @@ def manifest_of(node: Node, at: AttemptHead, shards: tuple[ShardRecord, ...]) ->
         sequence=at.sequence,
         kind="scheduled",
         created_at="2031-05-06T07:08:09.123Z",
-        roles={"actor": RoleRecord(world_size=1, components=tuple(sorted({s.component for s in shards})))},
-        members=(MemberRecord(role="actor", rank=0, node=node.stager.node, updates=1),),
+        roles={role: RoleRecord(world_size=1, components=names) for role, names in sorted(components.items())},
+        members=tuple(MemberRecord(role=role, rank=0, node=node.stager.node, updates=1) for role in sorted(components)),
         participants=(node.stager.node,),
         shards=shards,
     ).to_bytes()
@@ -263,6 +267,66 @@ def test_an_overlapped_copy_tells_when_updates_wait_for_it(
     node.call("load", 1, head(), LoadRequest(manifest), 30.0)
     node.call("apply", 1, head(), 30.0)
     assert torch.equal(state["model"].weight, before)
+
+
+def overlapped(node: Node, at: AttemptHead, *members: MemberId) -> NodeSnapshot:
+    return node.call("snapshot", at.epoch, SnapshotOrder(at, members, 30.0, overlapped=True))
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch, agent: Agent, hook: Callable[[], None]) -> None:
+    """Calls `hook` in the moment from which on end_step may return."""
+    tell = agent._link.copying
+
+    def copying(process: str, attempt: str) -> None:
+        hook()
+        tell(process, attempt)
+
+    monkeypatch.setattr(agent._link, "copying", copying)
+
+
+def test_a_write_as_soon_as_end_step_may_return_is_noticed(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+
+    def write() -> None:
+        with torch.no_grad():
+            state["model"].weight.add_(1)
+
+    hooked(monkeypatch, agent, write)
+    with pytest.raises(SnapshotError, match="was written to while it was copied"):
+        overlapped(node, head(), ACTOR)
+
+
+def test_an_update_that_waits_for_the_copy_of_several_members_closes_the_window_of_none(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {role: training() for role in ("actor", "critic")}
+    members = {role: Member.of(role, 0, 1, state) for role, state in states.items()}
+    for member in members.values():
+        agent.add(member, "m1")
+    node.call("mark", 1, 1, 30.0)
+    before = states["critic"]["model"].weight.detach().clone()
+    with ThreadPoolExecutor(1) as pool:
+        updates: list[Any] = []
+
+        def update_critic() -> None:
+            updates.append(pool.submit(update, states["critic"]))
+            until = time.monotonic() + 30.0
+            while members["critic"].gate.open_step is not None and time.monotonic() < until:
+                time.sleep(0.001)
+
+        hooked(monkeypatch, agent, update_critic)
+        vote = overlapped(node, head(), ACTOR, MemberId("critic", 0))
+        updates[0].result(30.0)
+    assert [report.step for report in vote.members] == [1, 1]
+    assert not torch.equal(states["critic"]["model"].weight, before)
+    manifest = commit(node, head())
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
+    node.call("apply", 1, head(), 30.0)
+    assert torch.equal(states["critic"]["model"].weight, before)
 
 
 def test_what_is_written_to_while_it_is_copied_is_void_and_named(
