@@ -125,9 +125,11 @@ class Plan:
     new_driver_at_the_end: bool = False
     witnessed: bool = False  # another job looks on and saves by hand (which also wakes a coordinator)
     rank_slots: tuple[int, ...] = field(default=(0, 1))
+    snapshot: str = "blocking"
 
     def __str__(self) -> str:
-        return f"seed {self.seed} trial {self.trial}: " + "; then ".join(map(str, self.faults))
+        how = ", overlapped" if self.snapshot == "overlapped" else ""
+        return f"seed {self.seed} trial {self.trial}{how}: " + "; then ".join(map(str, self.faults))
 
 
 def draw(seed: int, trial: int, *, slots: int, cuttable: bool) -> Plan:
@@ -156,6 +158,7 @@ def draw(seed: int, trial: int, *, slots: int, cuttable: bool) -> Plan:
         dice.random() < 0.25,
         dice.random() < 0.6,
         tuple(range(slots - 2, slots)),
+        dice.choice(("blocking", "overlapped")),
     )
 
 

@@ -244,7 +244,7 @@ class Conduct:
             self.run,
             str(self.folder),
             self.plan.rank_slots,
-            {**OPTIONS, "save_total_limit": self.plan.save_total_limit},
+            {**OPTIONS, "save_total_limit": self.plan.save_total_limit, "snapshot": self.plan.snapshot},
             self.plan.queue,
             self.plan.mends_itself,
         )
