@@ -322,7 +322,7 @@ class Run:
             outcome = StepOutcome(step, "the store is out of reach", failures=(failure,), stop=stop)
             outcome = replace(outcome, newest=self._progress.newest)
         self._next_step = step + 1
-        self._progress = replace(self._progress, last_step=step, saved=outcome.saved, newest=outcome.newest)
+        self._progress = replace(self._progress, last_step=step, saved=outcome.saving, newest=outcome.newest)
         heed(outcome, self.options)
         return outcome
 

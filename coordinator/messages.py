@@ -198,7 +198,7 @@ class Progress:
     """What the driver knows of its run. Told with its calls, so that a restarted coordinator need not remember it."""
 
     last_step: int | None = None  # the last that ended
-    saved: str | None = None  # the attempt that copied it, if one did
+    saved: str | None = None  # the attempt that saves it, if one does
     resumed: AttemptHead | None = None  # what the run continued from
     resumed_after: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     newest: tuple[int, int] = (0, 0)  # the same, when the last step ended

@@ -69,17 +69,18 @@ class DrainOutcome:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What end_step came to. `saved` is the attempt that has copied this step, if one has; with overlapped snapshots
-    one that has begun to: should its copy fail, the next end_step tells."""
+    """What end_step came to. `saving` is the attempt that saves this step, if one does; `saved` the same if its copy is
+    whole already: an overlapped one has only begun, and should it fail, the next end_step tells."""
 
     step: int
     reason: str  # why it was saved or not, a sentence
+    saving: str | None = None
     saved: str | None = None
     stall_s: float = 0.0  # seconds that the marks and copies took, at the coordinator
     failures: tuple[str, ...] = ()  # what failed since the last end_step; training may go on unless `stop`
     stop: bool = False
     newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint known now
-    in_memory: bool = False  # a snapshot of this step lies whole in memory (or, overlapped, will)
+    in_memory: bool = False  # a snapshot of this step lies whole in memory
     alarms: tuple[str, ...] = ()  # what is wrong with the run though its saves succeed; since the last end_step
 
 

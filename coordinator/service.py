@@ -45,7 +45,7 @@ from .messages import (
 )
 from .nodes import Nodes
 from .options import Options
-from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome
+from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome, reached
 from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
 from .ports import Discover, Notice, Notices
@@ -247,7 +247,7 @@ class Service:
         opening = functools.partial(open_window, step, metrics, decision, memory)
         outcome = await self._open(opening, began, incarnations)
         told = self._told(outcome, decision, time.monotonic() - began)
-        return told if saved is None else replace(told, saved=saved)
+        return told if saved is None else replace(told, saving=saved, saved=saved)
 
     async def _open(
         self, opening: Callable[[], Awaitable[WindowOutcome]], began: float, incarnations: Mapping[str, str]
@@ -333,9 +333,10 @@ class Service:
         return policy.decide(Moment(step))
 
     def _told(self, outcome: WindowOutcome, decision: Decision, stall_s: float) -> StepOutcome:
-        done = [save for save in outcome.saves if save.attempt is not None and not save.failed]
-        copied = [save for save in done if save.kind is not SaveKind.MEMORY]
-        if copied:
+        begun = [save for save in outcome.saves if save.attempt is not None and not save.failed]
+        whole = [save for save in begun if reached(save.state, SaveState.SNAPSHOT)]
+        saving = next((save.attempt for save in begun if save.kind is not SaveKind.MEMORY), None)
+        if saving is not None:
             self._saved_step = outcome.step
         failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
         self._failed.clear()
@@ -346,12 +347,13 @@ class Service:
         return StepOutcome(
             outcome.step,
             decision.reason,
-            copied[0].attempt if copied else None,
+            saving,
+            next((save.attempt for save in whole if save.attempt == saving), None),
             stall_s,
             tuple(failures),
             outcome.stop or stop,
             self.newest(),
-            in_memory=bool(done),
+            in_memory=bool(whole),
             alarms=tuple(alarms),
         )
 

@@ -173,7 +173,7 @@ class Trainer:
             self.queue.taken += 3
         self.journal.tell("step", step=step, **self.look())
         outcome = self.run.end_step(step, metrics={"loss": losses[0]})
-        self.journal.tell("ended", step=step, saved=outcome.saved, failures=outcome.failures, reason=outcome.reason)
+        self.journal.tell("ended", step=step, saved=outcome.saving, failures=outcome.failures, reason=outcome.reason)
         return outcome
 
     def train(self) -> None:
@@ -195,12 +195,12 @@ class Trainer:
         self.start(seed=13)
         outcome = self.step()
         for _ in range(4):
-            outcome = outcome if outcome.saved is not None else self.step()
-        if outcome.saved is None:
+            outcome = outcome if outcome.saving is not None else self.step()
+        if outcome.saving is None:
             raise RuntimeError(f"five steps in a row were not saved: {outcome}")
-        self.until(lambda: self.is_durable(outcome.saved), f"attempt {outcome.saved} durable")
+        self.until(lambda: self.is_durable(outcome.saving), f"attempt {outcome.saving} durable")
         self.until(lambda: not self.queue.paused, "the queue released")
-        self.journal.tell("durable", attempt=outcome.saved, step=outcome.step)
+        self.journal.tell("durable", attempt=outcome.saving, step=outcome.step)
         self.run.close(timeout_s=self.errand.wait_s)
         self.journal.tell("closed")
 

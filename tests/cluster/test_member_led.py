@@ -54,7 +54,7 @@ class LedRank(Rank):
             if stall == step and self.rank == 1:
                 wait_for(Path(root) / "stall.go")
             outcome = member.end_step(step, metrics={"loss": loss})
-            saved += [step] * (outcome.saved is not None)
+            saved += [step] * (outcome.saving is not None)
             failures += outcome.failures
             tell(root, self.rank, step)
             if step % 5 == 0 and step < total:

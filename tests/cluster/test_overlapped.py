@@ -19,7 +19,7 @@ def test_end_step_returns_while_a_copy_runs_and_the_next_update_waits_for_it(wor
     digests = world.digests()
     world.arm("member.copy", "pause")
     outcome = world.run.end_step(1)
-    assert outcome.saved and not outcome.failures
+    assert outcome.saving and outcome.saved is None and not outcome.failures  # its copy has only begun
     world.fired("member.copy")
     assert not world.run.checkpoints()
     updates = [rank.train.remote() for rank in world.ranks]
@@ -28,7 +28,7 @@ def test_end_step_returns_while_a_copy_runs_and_the_next_update_waits_for_it(wor
     world.go("member.copy")
     ray.get(updates)
     assert world.digests() != digests
-    assert world.committed(1).attempt == outcome.saved
+    assert world.committed(1).attempt == outcome.saving
     world.new_ranks(seed=3)
     world.run.add_members("actor", world.ranks, state=rank_state)
     assert world.run.resume().step == 1
@@ -46,15 +46,15 @@ def test_end_step_waits_until_every_process_holds_its_updates_back(world: World)
         with pytest.raises(TimeoutError):
             ended.result(1.0)
         world.go("stager.snapshot.begin")
-        assert ended.result(LIMIT_S).saved
+        assert ended.result(LIMIT_S).saving
 
 
 def test_every_step_is_saved_when_updates_follow_at_once(world: World) -> None:
     world.start(snapshot="overlapped")
     world.run.resume()
-    saved = [world.step(step).saved for step in range(1, 9)]
+    saved = [world.step(step).saving for step in range(1, 9)]
     assert all(saved)
-    assert world.run.end_step(9).saved  # without an update before it
+    assert world.run.end_step(9).saving  # without an update before it
     world.run.close()
     assert [c.step for c in reversed(world.attach().checkpoints()) if c.committed] == list(range(1, 10))
 
@@ -68,5 +68,5 @@ def test_a_copy_that_fails_behind_training_is_told_with_the_next_step(world: Wor
     world.fired("member.copy")
     until(lambda: world.run.status()["failures_in_a_row"] == 1, "the failure is known")
     assert "member.copy" in " ".join(world.step(3).failures)
-    assert world.step(4).saved
+    assert world.step(4).saving
     assert world.committed(4)
