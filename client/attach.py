@@ -90,7 +90,7 @@ def connect_ray(address: str | None) -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
     except (ConnectionError, ray.exceptions.RayError) as error:
         where = address or os.environ.get("RAY_ADDRESS") or "auto"
         raise UsageError(
