@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..storage.leaves import ShardedPiece
+from ..storage.tensors import problem
 
 
 def tensors_in(tree: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,7 +39,8 @@ class Stillness:
             (name, tensor, tensor._version, tensor.untyped_storage().nbytes())
             for where, tree in trees.items()
             for name, tensor in tensors_in(tree, where)
-            if not tensor.is_inference()  # torch counts no writes of these
+            if problem(tensor) is None
+            and not tensor.is_inference()  # torch counts no writes of these; those are refused
         ]
 
     def disturbed(self) -> str | None:

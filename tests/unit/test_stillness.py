@@ -71,6 +71,11 @@ def test_a_piece_of_a_sharded_tensor_and_tensors_that_share_memory_are_watched()
     assert before.disturbed() == "a.left"
 
 
+def test_tensors_that_no_checkpoint_takes_are_refused_elsewhere() -> None:
+    odd = [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")]
+    assert Stillness({"a": odd}).disturbed() is None
+
+
 def test_tensors_of_inference_mode_have_no_count_and_are_let_be() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(2)
