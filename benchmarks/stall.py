@@ -5,9 +5,9 @@ rounds after two that warm up (images are made, pages faulted in), one way after
 
 memcpy       both ranks at once copy all their tensors into memory of their own that is warm
 blocking     end_step, called -> returned
-overlapped   end_step, called -> returned, and what the next update then waits for, after an idle phase of three memcpys
+overlapped   end_step, called -> returned, and what the next optimizer step then waits for, three memcpys later
 
-Each round waits until the save before is durable, so that staging and upload take no part in it.
+Each round waits until the save before is durable, so that its staging and upload take no part in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMIT_S = 600.0
 
 
 class CopyingRank(Rank):
-    """A rank that also copies its tensors by itself, and times its update."""
+    """A rank that also copies its tensors by itself, and tells how long its update was held back."""
 
     def copy(self) -> float:
         """Seconds of one copy of all tensors into memory that is kept."""
@@ -47,11 +47,16 @@ class CopyingRank(Rank):
             own.copy_(tensor)
         return time.perf_counter() - began
 
-    def updated(self) -> float:
-        """Seconds of one update, waiting for a copy included."""
+    def held(self) -> float:
+        """Does an update; seconds from the call of the optimizer's step until the hooks before it were through."""
+        through: list[float] = []
+        hook = self.optimizer.register_step_pre_hook(lambda *_: through.append(time.perf_counter()))  # after lastgood's
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
         began = time.perf_counter()
-        self.update()
-        return time.perf_counter() - began
+        self.optimizer.step()
+        hook.remove()
+        return through[0] - began
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,8 @@ class Trial:
         self.run.end_step(self.step)
         return time.perf_counter() - began
 
-    def update_s(self) -> float:
-        return max(ray.get([rank.updated.remote() for rank in self.ranks]))
+    def held_s(self) -> float:
+        return max(ray.get([rank.held.remote() for rank in self.ranks]))
 
     def settle(self) -> None:
         """Waits until the last save is durable."""
@@ -121,14 +126,10 @@ def measure(megabytes: float, rounds: int) -> list[Lost]:
             trial = Trial(folder, megabytes, snapshot)
             for _ in range(rounds + WARM_UP):
                 memcpy.append(trial.memcpy_s())
-                if snapshot == "blocking":
-                    blocking.append(trial.end_step_s())
-                    trial.update_s()
-                else:
-                    plain_s = trial.update_s()  # nothing is copied now
-                    lost_s = trial.end_step_s()
-                    time.sleep(IDLE_COPIES * memcpy[-1])  # the measured idle phase, no wait for a condition
-                    overlapped.append(lost_s + max(0.0, trial.update_s() - plain_s))
+                lost_s = trial.end_step_s()
+                if snapshot == "overlapped":
+                    time.sleep(IDLE_COPIES * memcpy[-1])  # the idle phase that is measured, no wait for a condition
+                (blocking if snapshot == "blocking" else overlapped).append(lost_s + trial.held_s())
                 trial.settle()
             trial.end()
     memcpy_s = statistics.median(memcpy[WARM_UP:])
