@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.storage import files, store
-from lastgood.workers import disk, stager
+from lastgood.workers import disk, staging
 
 
 def _without(function: str, module: Any, *lost: str) -> Callable[[], None]:
@@ -22,7 +22,7 @@ def _without(function: str, module: Any, *lost: str) -> Callable[[], None]:
             with _nothing(*lost):
                 return real(*arguments, **named)
 
-        for user in (files, store, disk, stager):
+        for user in (files, store, disk, staging):
             if getattr(user, function, None) is real:
                 setattr(user, function, careless)
 
