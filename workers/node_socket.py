@@ -54,9 +54,12 @@ class SocketServer:
         self._methods = frozenset(methods)
         self._opening: asyncio.Future[asyncio.Server] | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._closed = False
 
     async def open(self) -> None:
-        """Begins to listen, once. Raises StagingError."""
+        """Begins to listen, once. Raises StagingError, also when it is closed already."""
+        if self._closed:
+            raise StagingError(f"this stager has ended; look for the one that follows it (it had {self._folder})")
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._listen())
         await asyncio.shield(self._opening)
@@ -75,6 +78,7 @@ class SocketServer:
 
     def close(self) -> None:
         """Hears no more; whoever waits for an answer is cut off."""
+        self._closed = True
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             self._opening.result().close()
         for connection, writer in list(self._connections.items()):
@@ -86,7 +90,7 @@ class SocketServer:
         assert connection is not None
         self._connections[connection] = writer
         try:
-            while True:
+            while not self._closed:  # a connection may be taken in just then
                 method, arguments = pickle.loads(await _read(reader))  # noqa: S301 - from the user's own process
                 writer.write(_framed(await self._answer(method, arguments)))
                 await writer.drain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,22 @@ def test_a_closed_stager_answers_nobody_even_when_a_call_swallows_its_end(place:
     with pytest.raises((OSError, EOFError)):
         there.call("stubborn", LIMIT_S)
     assert place.target.calls == 1
+
+
+def test_a_connection_that_was_taken_in_as_the_stager_closed_is_not_served(place: Place) -> None:
+    async def close_and_then_serve() -> bytes:
+        place.server.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        serving = asyncio.ensure_future(place.server._serve(*(await asyncio.open_unix_connection(sock=theirs))))
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+        await serving
+        writer.close()
+        return answer
+
+    ours, theirs = socket.socketpair()
+    assert place.loop.run(close_and_then_serve()) == b""
+    with pytest.raises(StagingError, match="has ended"):
+        place.loop.run(place.server.open())
 
 
 def test_the_late_answer_of_a_call_that_was_given_up_is_nobodys(place: Place) -> None:
