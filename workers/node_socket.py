@@ -27,6 +27,7 @@ log = logging.getLogger("lastgood.stager")
 
 NAME = "agents"
 _LENGTH = struct.Struct("<I")
+_BACKLOG = 128
 
 
 @contextlib.contextmanager
@@ -46,51 +47,72 @@ def _within(folder: Path) -> Iterator[str]:
 
 
 class SocketServer:
-    """The stager's end. Lives on the event loop on which it is opened; `target` answers the named methods."""
+    """The stager's end. Lives on the event loop on which it is opened; `target` answers the named methods.
+
+    It takes connections in by itself: one that asyncio's own server has accepted when that is closed (3.11) stays open
+    and unread, and its agent waits.
+    """
 
     def __init__(self, folder: Path, target: object, methods: Collection[str]) -> None:
         self._folder = folder
         self._target = target
         self._methods = frozenset(methods)
-        self._opening: asyncio.Future[asyncio.Server] | None = None
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._listening: socket.socket | None = None
+        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._closed = False
 
     async def open(self) -> None:
         """Begins to listen, once. Raises StagingError, also when it is closed already."""
         if self._closed:
             raise StagingError(f"this stager has ended; look for the one that follows it (it had {self._folder})")
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._listen())
-        await asyncio.shield(self._opening)
+        if self._listening is None:
+            self._listening = self._listener()
+            asyncio.get_running_loop().add_reader(self._listening, self._take_in, self._listening)
 
-    async def _listen(self) -> asyncio.Server:
+    def _listener(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
         try:
             with _within(self._folder) as path:
-                return await asyncio.start_unix_server(self._serve, path)
+                listener.bind(path)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
         except OSError as error:
+            listener.close()
             raise StagingError(
                 f"no socket can be made in {self._folder}: {error}. Nothing was changed. Set image_root to a tmpfs "
                 f"that uid {os.getuid()} may write to.",
                 path=str(self._folder),
                 errno=error.errno,
             ) from error
+        return listener
+
+    def _take_in(self, listener: socket.socket) -> None:
+        """In one go, without an await: a connection is never between two hands when the server closes."""
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            log.exception("a process of this node could not be taken in; it tries again")
+            return
+        connection.setblocking(False)
+        self._connections[connection] = asyncio.ensure_future(self._serve(connection))
 
     def close(self) -> None:
-        """Hears no more; whoever waits for an answer is cut off."""
+        """Hears no more; whoever waits for an answer is cut off, whatever the call that it waits for does."""
         self._closed = True
-        if self._opening is not None and self._opening.done() and not self._opening.exception():
-            self._opening.result().close()
-        for connection, writer in list(self._connections.items()):
-            connection.cancel()
-            writer.close()  # a call that ends just now may swallow the cancellation; nothing of it goes out
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+        for connection, serving in self._connections.items():
+            serving.cancel()
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.current_task()
-        assert connection is not None
-        self._connections[connection] = writer
+    async def _serve(self, connection: socket.socket) -> None:
+        writer: asyncio.StreamWriter | None = None
         try:
-            while not self._closed:  # a connection may be taken in just then
+            reader, writer = await asyncio.open_unix_connection(sock=connection)
+            while not self._closed:
                 method, arguments = pickle.loads(await _read(reader))  # noqa: S301 - from the user's own process
                 writer.write(_framed(await self._answer(method, arguments)))
                 await writer.drain()
@@ -99,9 +121,8 @@ class SocketServer:
         except Exception:
             log.exception("a process of this node sent what is no call; its connection was closed")
         finally:
-            del self._connections[connection]
-            if not writer.is_closing():
-                writer.close()
+            self._connections.pop(connection, None)
+            (connection if writer is None else writer).close()
 
     async def _answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, LastgoodError | None]:
         if method not in self._methods:
