@@ -119,7 +119,6 @@ class Run:
         self._handles: dict[str, list[Any]] = {}  # the user's actors by role, held only while this driver lives
         self._next_step = 1
         self._progress = Progress()
-        self._memberships: dict[str, str] = {}  # by role: of the newest add_members call
         self._closed = False
 
     # -- members
@@ -202,8 +201,8 @@ class Run:
             missing = self._link.call("declare", declaration, timeout_s=CALL_S)
             absent = [name for name in missing.members if name.startswith(f"{role}:")]
             if not absent:
-                self._memberships[role] = membership
-                self._progress = replace(self._progress, memberships=dict(self._memberships))
+                memberships = {**self._progress.memberships, role: membership}
+                self._progress = replace(self._progress, memberships=memberships)
                 return
             if time.monotonic() > until:
                 raise MembershipError(
@@ -280,13 +279,13 @@ class Run:
         untouched then, except where ResumeError says otherwise.
         """
         self._must_lead("resume")
-        terms = replace(resume_terms(self.options, allow_changes, on_reshard), memberships=dict(self._memberships))
+        memberships = self._progress.memberships
+        terms = replace(resume_terms(self.options, allow_changes, on_reshard), memberships=memberships)
         chosen = resume_mode(self.options.resume if mode is None else mode)
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
         newest = tuple(self._link.call("hello", timeout_s=CALL_S)["newest"])
         head = None if restored is None else restored.head
-        memberships = dict(self._memberships)
         self._progress = Progress(resumed=head, resumed_after=newest, newest=newest, memberships=memberships)
         return restored
 
@@ -415,7 +414,7 @@ class Run:
         self._handles.clear()
         leave(self.name)
         try:
-            self._link.call("end", dict(self._memberships), timeout_s=CALL_S)
+            self._link.call("end", progress.memberships, timeout_s=CALL_S)
         except (UsageError, DeadlineError) as error:
             log.debug("the coordinator has ended: %s", error)
 

@@ -10,15 +10,16 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TypeVar
 
 from ..storage.errors import FencedError, LastgoodError, StoreError, UsageError
 from ..storage.lanes import Lane
 from ..storage.layout import RunPaths
 from ..storage.store import ABANDONED_S, Store
+from .commands import Announce
 from .driver import Driver
-from .messages import AttemptHead
+from .messages import AttemptHead, SaveState
 from .options import Options
 from .ownership import Ownership
 from .ports import StagerPort
@@ -32,7 +33,7 @@ SWEEP_S = 600.0  # for a look at every name of the run in the store
 
 
 class Housekeeping:
-    """The housekeeping of one incarnation. `ports` (by node) and `protected` (attempts) are read at every round."""
+    """The housekeeping of one incarnation. `ports` (by node) is read at every round."""
 
     def __init__(
         self,
@@ -42,7 +43,6 @@ class Housekeeping:
         ownership: Ownership,
         led: Driver,
         ports: Mapping[str, StagerPort],
-        protected: Collection[str],
     ) -> None:
         self._options = options
         self._store = store
@@ -50,11 +50,11 @@ class Housekeeping:
         self._ownership = ownership
         self._led = led
         self._ports = ports
-        self._protected = protected
+        self._protected: set[str] = set()
         self._paths = RunPaths("", options.run)
         self._epoch = led.settings.epoch
         self._next_owner_s = 0.0
-        self.has_committed = False  # this incarnation has; retention waits for it
+        self._has_committed = False  # this incarnation has; retention waits for it
         self._resumes = 0  # under way: they may read any checkpoint that was there when they began
 
     async def run(self) -> None:
@@ -73,6 +73,15 @@ class Housekeeping:
                 return
             except Exception:
                 log.exception("run %s could not be tidied; the next heartbeat tries again", self._options.run)
+
+    def hear(self, announce: Announce) -> None:
+        """Retention begins after the first commit of this incarnation."""
+        if announce.state is SaveState.COMMITTED and announce.head is not None and announce.head.epoch == self._epoch:
+            self._has_committed = True
+
+    def protect(self, resumed: AttemptHead | None) -> None:
+        """Retention leaves alone what the run continued from, and not what it continued from before that."""
+        self._protected = set() if resumed is None else {resumed.attempt}
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -116,7 +125,7 @@ class Housekeeping:
 
         Only once this incarnation has committed: a run that is about to rewind may need any of them.
         """
-        if not self.has_committed or self._resumes:
+        if not self._has_committed or self._resumes:
             return
         for node, heads in self._led.leftovers().items():  # they were away when these were collected
             for head in heads:

@@ -31,6 +31,7 @@ from .messages import Blame, Grant, Inventory, Line, MemberId, Progress, RankCla
 from .names import driver_of_led, is_led
 from .outcomes import DrainOutcome, StepOutcome
 from .restore import ResumeTermsOrder
+from .telling import fenced
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -399,7 +400,7 @@ class MemberLed:
                 await self._go_on()
             except FencedError as error:
                 log.error("%s", error)
-                self._tell(self._service.fenced(error))  # the beat brings it, unless the ranks follow the newer one
+                self._tell(fenced(error))  # the beat brings it, unless the ranks follow the newer one
                 return
             except Exception:
                 log.exception("one decision for the members of %s failed", self._service.options.run)
@@ -483,7 +484,7 @@ class MemberLed:
         self._outcomes += 1
 
     def _with_news(self, grant: Grant) -> Grant:
-        news = self._service.news(grant.step)
+        news = self._service.telling.news(grant.step)
         if news is not None:
             self._tell(news)
         if (grant.outcome, grant.outcome_number) != (self._outcome, self._outcomes):

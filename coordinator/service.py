@@ -29,7 +29,6 @@ from ..storage.lanes import Lane
 from ..storage.layout import RunPaths
 from ..storage.store import Store
 from .catalog import Checkpoint
-from .commands import Announce
 from .driver import Driver
 from .epochs import claim_epoch
 from .housekeeping import STORE_S, Housekeeping
@@ -45,14 +44,16 @@ from .messages import (
 )
 from .nodes import Nodes
 from .options import Options
-from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome, reached
+from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome
 from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
 from .ports import Discover, Notice, Notices
 from .protocol import Deadlines, Settings
 from .restore import Restored, ResumeTermsOrder
 from .resuming import Resuming
+from .runner import answer_within
 from .story import Story
+from .telling import Telling
 from .versions import versions
 
 log = logging.getLogger("lastgood.coordinator")
@@ -86,10 +87,7 @@ class Service:
         self._paths = RunPaths("", options.run)
         self._ownership = Ownership(store, self._paths, identity, options.heartbeat_s * BEATS_PER_OWNER)
         self._identity = identity
-        self._saved_step: int | None = None  # the last that this incarnation copied or restored
-        self._failed: list[tuple[str, bool]] = []  # what failed since the last end_step, and whether training must stop
         self._knows_line = False  # a resume, or the driver's word, told where this line began
-        self._protected: set[str] = set()  # attempts that retention leaves alone: what the run continued from
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring = asyncio.Lock()
         self.epoch = 0
@@ -97,6 +95,7 @@ class Service:
         self.driver: Driver | None = None
         self._housekeeping: Housekeeping | None = None  # these once it has booted
         self._resuming: Resuming | None = None
+        self.telling = Telling(lambda: self._led, self.newest)
         self.member_led = MemberLed(self)
         self.nodes = Nodes(discover, lambda: self._led, self.member_led.hear, options.heartbeat_s)
 
@@ -137,10 +136,10 @@ class Service:
             home=self._paths.epoch(self.epoch),
         )
         self._housekeeping = Housekeeping(
-            options, self._store, self._store_lane, self._ownership, self.driver, self.nodes.ports, self._protected
+            options, self._store, self._store_lane, self._ownership, self.driver, self.nodes.ports
         )
         self._resuming = Resuming(options, self.driver, self.nodes)
-        self.driver.on_announce.append(self._hear)
+        self.driver.on_announce += [self._housekeeping.hear, self.telling.hear]
         await self.nodes.meet(ports)
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
@@ -164,6 +163,11 @@ class Service:
         if self.driver is None:
             raise LastgoodError(f"the coordinator of {self.options.run} has not started yet; ask again")
         return self.driver
+
+    @property
+    def _keeping(self) -> Housekeeping:
+        assert self._housekeeping is not None, "boot makes it"
+        return self._housekeeping
 
     @property
     def _declared(self) -> Mapping[str, RoleDeclaration]:
@@ -246,7 +250,7 @@ class Service:
             decision = Decision(False, f"step {step} was saved before the coordinator was restarted")
         opening = functools.partial(open_window, step, metrics, decision, memory)
         outcome = await self._open(opening, began, incarnations)
-        told = self._told(outcome, decision, time.monotonic() - began)
+        told = self.telling.outcome(outcome, decision, time.monotonic() - began)
         return told if saved is None else replace(told, saving=saved, saved=saved)
 
     async def _open(
@@ -275,17 +279,7 @@ class Service:
     async def miss(self, step: int, blame: Blame) -> StepOutcome:
         """The end of `step` is not there to be saved; whatever was to be saved at it has failed."""
         decision = self._due(step, {})
-        return self._told(await self._led.miss_window(step, decision, blame), decision, 0.0)
-
-    def news(self, step: int) -> StepOutcome | None:
-        """What failed, and alarms, since that was told last; None when there is nothing to tell."""
-        if not self._failed and not self._led.untold_alarms:
-            return None
-        return self._told(WindowOutcome(step, True), Decision(False, "no save was due"), 0.0)
-
-    def fenced(self, error: FencedError) -> StepOutcome:
-        """The outcome of every step from now on: somebody else leads the run, training must stop."""
-        return StepOutcome(0, "another coordinator leads the run", failures=(str(error),), stop=True)
+        return self.telling.outcome(await self._led.miss_window(step, decision, blame), decision)
 
     def is_due(self, step: int) -> bool:
         """Whether a save, or a snapshot for memory, is due at the end of a step."""
@@ -295,17 +289,11 @@ class Service:
         """Takes over what a restarted coordinator has forgotten: where this line of the run began."""
         if progress.resumed is None:
             return
-        self._protect(progress.resumed)
+        self._keeping.protect(progress.resumed)
         if not self._knows_line:
             self._knows_line = True
             if self.newest() <= progress.resumed_after:  # nothing was committed since: the next grows from there
                 self._led.resumed_from(progress.resumed)
-
-    def _protect(self, resumed: AttemptHead | None) -> None:
-        """Retention leaves alone what the run continued from, and not what it continued from before that."""
-        self._protected.clear()
-        if resumed is not None:
-            self._protected.add(resumed.attempt)
 
     def newest(self) -> tuple[int, int]:
         """(epoch, sequence) of the newest checkpoint that is known, of whatever line; (0, 0) when there is none."""
@@ -326,49 +314,11 @@ class Service:
         policy: SavePolicy = Never() if self.options.save_freq is None else EverySteps(self.options.save_freq)
         if self.options.save_first and not self.checkpoints():
             policy = AnyOf((policy, AtSteps(frozenset({step}))))
-        return policy.decide(Moment(step, time.monotonic(), self._saved_step, None, metrics))
+        return policy.decide(Moment(step, time.monotonic(), self.telling.saved_step, None, metrics))
 
     def _memory_due(self, step: int) -> Decision:
         policy: SavePolicy = Never() if self.options.snapshot_freq is None else EverySteps(self.options.snapshot_freq)
         return policy.decide(Moment(step))
-
-    def _told(self, outcome: WindowOutcome, decision: Decision, stall_s: float) -> StepOutcome:
-        begun = [save for save in outcome.saves if save.attempt is not None and not save.failed]
-        whole = [save for save in begun if reached(save.state, SaveState.SNAPSHOT)]
-        saving = next((save.attempt for save in begun if save.kind is not SaveKind.MEMORY), None)
-        if saving is not None:
-            self._saved_step = outcome.step
-        failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
-        self._failed.clear()
-        alarms, self._led.untold_alarms = self._led.untold_alarms, []
-        if outcome.blame is not None:
-            failures.append(f"step {outcome.step}: {outcome.blame}")
-            log.error("step %d: %s", outcome.step, outcome.blame)
-        return StepOutcome(
-            outcome.step,
-            decision.reason,
-            saving,
-            next((save.attempt for save in whole if save.attempt == saving), None),
-            stall_s,
-            tuple(failures),
-            outcome.stop or stop,
-            self.newest(),
-            in_memory=bool(whole),
-            alarms=tuple(alarms),
-        )
-
-    def _hear(self, announce: Announce) -> None:
-        """What became of saves whose end_step has long returned: told with the next one."""
-        if announce.state is SaveState.COMMITTED and announce.head is not None and announce.head.epoch == self.epoch:
-            assert self._housekeeping is not None
-            self._housekeeping.has_committed = True
-        if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
-            return
-        step = announce.head.step if announce.head is not None else None
-        if step is not None and step == self._saved_step:
-            self._saved_step = None
-        where = f"step {step}: " if step is not None else ""
-        self._failed.append((f"{where}{announce.blame}", announce.stop))
 
     async def before_update(self) -> None:
         """The next update begins: no copy runs when it returns."""
@@ -441,15 +391,18 @@ class Service:
 
         One at a time: that of a driver that has died must not write into live state after that of the next one.
         """
-        async with self._restoring:
+        until = time.monotonic() + terms.deadline_s
+        await answer_within(self._restoring.acquire(), terms.deadline_s, "another resume of this run", "its end")
+        try:
             self.require_members("resume", terms.memberships)
-            return await self._restore(mode, terms)
+            return await self._restore(mode, terms, until)
+        finally:
+            self._restoring.release()
 
-    async def _restore(self, mode: int | str, terms: ResumeTermsOrder) -> Restored | None:
-        deadline = time.monotonic() + terms.deadline_s
+    async def _restore(self, mode: int | str, terms: ResumeTermsOrder, until: float) -> Restored | None:
 
         def remaining_s() -> float:
-            left = deadline - time.monotonic()
+            left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineError(
                     f"resume of run {self.options.run} took longer than {terms.deadline_s:.0f} s (resume_deadline_s). "
@@ -477,18 +430,18 @@ class Service:
         if not await self._led.settle(remaining_s()):
             remaining_s()  # raises: the time is up
         restored = None
-        assert self._housekeeping is not None and self._resuming is not None
-        with self._housekeeping.at_rest():  # nothing that it reads is collected meanwhile
+        assert self._resuming is not None
+        with self._keeping.at_rest():  # nothing that it reads is collected meanwhile
             if mode != "none":
                 restored = await self._resuming.restore(mode, terms, remaining_s)
             head = None
             if restored is not None:
                 head = AttemptHead(restored.attempt, restored.step, restored.epoch, restored.sequence)
-            self._protect(head)
+            self._keeping.protect(head)
         self._led.resumed_from(head)
         self._knows_line = True
         step = 0 if restored is None else restored.step
-        self._saved_step = None if restored is None else restored.step
+        self.telling.saved_step = None if restored is None else restored.step
         still = functools.partial(self.require_members, "resume", terms.memberships)
         outcome = await self._led.open_window(step, {}, Decision(False, "the run has just been resumed"), still=still)
         if not outcome.opened:
@@ -508,7 +461,7 @@ class Service:
             "member_led": self.member_led.status(),
             "run": self.options.run,
             "store": self.options.store,
-            "saved_step": self._saved_step,
+            "saved_step": self.telling.saved_step,
             "newest": self._newest_told(),
             "roles": {role: declared.world_size for role, declared in sorted(self._declared.items())},
             "missing": list(self.nodes.missing().members),

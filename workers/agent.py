@@ -277,22 +277,12 @@ class Agent:
                 self._bind(paths[key], image, layout).write(flat)
                 image.seal(layout.nbytes)
                 sealed.append(SealedShard(*key, str(image.path), layout.nbytes, layout.chunks))
-            self._require_still(before, order.step)
+            _require_still(before, order)
             for name, member in members.items():
                 nbytes = sum(self._layouts[key].nbytes for key in flats if key[0] == name)
                 reports.append(member.report(order.step, nbytes))
         log.debug("attempt %s copied in %.3f s", head.attempt, time.monotonic() - began)
         return Answer(order.order_id, tuple(reports), tuple(sealed))
-
-    def _require_still(self, before: Stillness, step: int) -> None:
-        disturbed = before.disturbed()
-        if disturbed is not None:
-            raise SnapshotError(
-                f"{disturbed} was written to while it was copied, by something that is no optimizer step (pid "
-                f"{os.getpid()}); the copy of step {step} may be torn and is not used. The previous checkpoint stands. "
-                "Call before_update() before weights are written, moved or freed by other means, or use "
-                "snapshot='blocking'.",
-            )
 
     def _let_go(self, requests: Sequence[ImageRequest]) -> None:
         """Unmaps images that are gone or too small before others are asked for: memory need not hold both."""
@@ -356,3 +346,16 @@ class Agent:
             raise SnapshotError(f"nothing is loaded of attempt {head.attempt} in process {os.getpid()}; load it first")
         apply_all(self._loaded[1])
         self._loaded = None
+
+
+def _require_still(before: Stillness, order: Order) -> None:
+    disturbed = before.disturbed()
+    if disturbed is not None:
+        mend = "Call before_update() before weights are written, moved or freed by other means"
+        if order.overlapped:
+            mend += ", or use snapshot='blocking'"
+        raise SnapshotError(
+            f"{disturbed} was written to while it was copied, by something that is no optimizer step (pid "
+            f"{os.getpid()}); the copy of step {order.step} may be torn and is not used. The previous checkpoint "
+            f"stands. {mend}.",
+        )

@@ -195,7 +195,7 @@ def _no_image(path: Path, needed_bytes: int, error: OSError) -> SnapshotError:
 def _require_memory(needed_bytes: int) -> None:
     """Raises SnapshotError when the host, or a cgroup, has no `needed_bytes` left to take."""
     budget = memory_budget()
-    if needed_bytes > budget.left_bytes:
+    if budget is not None and needed_bytes > budget.left_bytes:
         raise SnapshotError(
             f"memory is too small for an image of {needed_bytes:,} bytes: {budget.whose} has {budget.free_bytes:,} of "
             f"{budget.total_bytes:,} bytes free, and {budget.kept_bytes:,} of these must stay so (beyond it Ray, or "

@@ -6,6 +6,7 @@ that Ray does (above RAY_memory_usage_threshold): the trainer as likely as ours.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,15 +29,23 @@ class Budget:
         return max(0, self.free_bytes - self.kept_bytes)
 
 
-def memory_budget(root: Path = Path("/")) -> Budget:
-    """The tightest budget. `root`: where /proc and /sys are. Page cache that is not in use counts as free."""
-    return min(_budgets(root), key=lambda budget: budget.left_bytes)
+def memory_budget(root: Path = Path("/")) -> Budget | None:
+    """The tightest budget; None where this system tells none. `root`: where /proc and /sys are.
+
+    Page cache that is not in use counts as free. What cannot be read sets no limit: it must not be why a save fails.
+    """
+    return min(_budgets(root), key=lambda budget: budget.left_bytes, default=None)
 
 
 def _budgets(root: Path) -> Iterator[Budget]:
-    facts = _table(root / "proc/meminfo")
-    yield _budget(facts["MemAvailable"] * 1024, facts["MemTotal"] * 1024, "the host")
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    with contextlib.suppress(OSError, KeyError):
+        facts = _table(root / "proc/meminfo")
+        yield _budget(facts["MemAvailable"] * 1024, facts["MemTotal"] * 1024, "the host")
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
@@ -60,17 +69,20 @@ def _folders(mount: Path, path: str) -> Iterator[Path]:
 
 def _of_group(folder: Path, limit: str, usage: str, cache: str) -> Iterator[Budget]:
     try:
-        most = (folder / limit).read_text().strip()
-        used = int((folder / usage).read_text())
-        idle = _table(folder / "memory.stat").get(cache, 0)
-    except FileNotFoundError:
+        told = (folder / limit).read_text().strip()
+        if told == "max":
+            return
+        most_bytes, used_bytes = int(told), int((folder / usage).read_text())
+        idle_bytes = _table(folder / "memory.stat").get(cache, 0)
+    except (OSError, ValueError):
         return  # the top of a hierarchy has no limit, or it is not mounted here
-    if most != "max":
-        yield _budget(int(most) - used + min(idle, used), int(most), f"cgroup {folder}")
+    yield _budget(most_bytes - used_bytes + min(idle_bytes, used_bytes), most_bytes, f"cgroup {folder}")
 
 
 def _budget(free_bytes: int, total_bytes: int, whose: str) -> Budget:
-    threshold = float(os.environ.get("RAY_memory_usage_threshold", RAY_THRESHOLD))  # noqa: SIM112 - Ray's spelling
+    threshold = RAY_THRESHOLD
+    with contextlib.suppress(ValueError):
+        threshold = float(os.environ.get("RAY_memory_usage_threshold", RAY_THRESHOLD))  # noqa: SIM112 - Ray's spelling
     return Budget(max(0, free_bytes), total_bytes, int(total_bytes * max(0.0, 1.0 - threshold)), whose)
 
 

@@ -28,6 +28,7 @@ log = logging.getLogger("lastgood.stager")
 NAME = "agents"
 _LENGTH = struct.Struct("<I")
 _BACKLOG = 128
+_AGAIN_S = 1.0
 
 
 @contextlib.contextmanager
@@ -67,6 +68,10 @@ class SocketServer:
             raise StagingError(f"this stager has ended; look for the one that follows it (it had {self._folder})")
         if self._listening is None:
             self._listening = self._listener()
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._listening is not None:
             asyncio.get_running_loop().add_reader(self._listening, self._take_in, self._listening)
 
     def _listener(self) -> socket.socket:
@@ -90,8 +95,13 @@ class SocketServer:
         """In one go, without an await: a connection is never between two hands when the server closes."""
         try:
             connection, _ = listener.accept()
-        except OSError:
-            log.exception("a process of this node could not be taken in; it tries again")
+        except BlockingIOError:
+            return  # it has gone again
+        except OSError as error:  # too many open files: it stays at the door, and would be announced without end
+            log.error("a process of this node cannot be taken in (%s); again in %.0f s", error, _AGAIN_S)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_AGAIN_S, self._watch)
             return
         connection.setblocking(False)
         self._connections[connection] = asyncio.ensure_future(self._serve(connection))
@@ -164,11 +174,6 @@ class NodeSocket:
         if error is not None:
             raise error
         return result
-
-    def close(self) -> None:
-        """Ends the connections that nobody waits on."""
-        while self._idle:
-            self._idle.pop().close()
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)

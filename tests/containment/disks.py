@@ -16,9 +16,11 @@ import pytest
 
 
 def _system(*command: str | Path) -> str | None:
-    """Runs a command; answers why it failed, None when it did not."""
+    """Runs a command; answers why it failed, None when it did not. Tools of the system need not be on the PATH."""
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    arguments = [str(part) for part in command]
     try:
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError as error:
         return str(error)
     return None if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")

@@ -32,7 +32,7 @@ from lastgood.storage.verify import verify_attempt
 from lastgood.workers.agent import Agent
 from lastgood.workers.member import Member
 from lastgood.workers.stager import Stager, StagerConfig
-from tests.unit.test_stager import LocalLink, Loop
+from tests.unit.stager_world import LocalLink, Loop
 
 LIMIT_S = 60.0  # nothing here takes longer
 DUE = Decision(True, "the test saves every step")

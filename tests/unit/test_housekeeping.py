@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+from lastgood.coordinator.commands import Announce
 from lastgood.coordinator.housekeeping import Housekeeping
-from lastgood.coordinator.messages import SaveState
+from lastgood.coordinator.messages import AttemptHead, SaveState
 from lastgood.coordinator.options import Options
 from lastgood.coordinator.ownership import Ownership
 from lastgood.coordinator.policies import Decision
@@ -43,8 +44,8 @@ def housekeeping(s: Scene, driver: Any, beats: Beats | None = None) -> Housekeep
     options = Options(run="run", store="/nowhere/store", staging="/nowhere/staging", save_total_limit=1)
     ports = cast("dict[str, StagerPort]", s.ports)
     owner = cast("Ownership", beats or Beats())
-    keeping = Housekeeping(options, s.store, cast("Lane", AtOnce()), owner, driver, ports, set())
-    keeping.has_committed = True
+    keeping = Housekeeping(options, s.store, cast("Lane", AtOnce()), owner, driver, ports)
+    keeping.hear(Announce(SaveState.COMMITTED, (), AttemptHead("A0", 0, driver.settings.epoch, 0)))
     return keeping
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.workers.memory_budget import memory_budget
+from lastgood.workers.memory_budget import Budget, memory_budget
 
 MB = 1_000_000
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\nHugePages_Total:   0\n"
@@ -21,6 +21,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def tightest(root: Path = Path("/")) -> Budget:
+    """The budget, which there is."""
+    budget = memory_budget(root)
+    assert budget is not None
+    return budget
+
+
 def put(file: Path, text: str | int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{text}\n")
@@ -33,20 +40,20 @@ def second_version(folder: Path, most: str | int, used: int, idle: int = 0) -> N
 
 
 def test_of_a_host_what_ray_leaves_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = memory_budget(root)
+    budget = tightest(root)
     assert (budget.free_bytes, budget.total_bytes, budget.whose) == (614_400, 1_024_000, "the host")
     assert budget.left_bytes == 614_400 - 51_200
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.5")
-    assert memory_budget(root).left_bytes == 614_400 - 512_000
+    assert tightest(root).left_bytes == 614_400 - 512_000
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.2")
-    assert memory_budget(root).left_bytes == 0
+    assert tightest(root).left_bytes == 0
 
 
 def test_the_tightest_cgroup_above_counts_and_idle_page_cache_is_free(root: Path) -> None:
     put(root / "proc/self/cgroup", "0::/pod/worker\n")
     second_version(root / "sys/fs/cgroup/pod/worker", "max", 10)
     second_version(root / "sys/fs/cgroup/pod", 200_000, 150_000, 40_000)
-    budget = memory_budget(root)
+    budget = tightest(root)
     assert budget.free_bytes == 90_000
     assert budget.left_bytes == 80_000
     assert budget.whose.endswith("cgroup/pod")
@@ -55,7 +62,7 @@ def test_the_tightest_cgroup_above_counts_and_idle_page_cache_is_free(root: Path
 def test_a_container_sees_only_the_top_of_its_own_cgroups(root: Path) -> None:
     put(root / "proc/self/cgroup", "0::/system.slice/docker-1234\n")  # as the host names it
     second_version(root / "sys/fs/cgroup", 100_000, 30_000)
-    assert memory_budget(root).free_bytes == 70_000
+    assert tightest(root).free_bytes == 70_000
 
 
 def test_the_first_version_of_cgroups(root: Path) -> None:
@@ -64,7 +71,7 @@ def test_the_first_version_of_cgroups(root: Path) -> None:
     put(folder / "memory.limit_in_bytes", 100_000)
     put(folder / "memory.usage_in_bytes", 60_000)
     put(folder / "memory.stat", "inactive_file 1\ntotal_inactive_file 20000")
-    assert memory_budget(root).free_bytes == 60_000
+    assert tightest(root).free_bytes == 60_000
 
 
 def test_no_limit_is_none(root: Path) -> None:
@@ -73,9 +80,20 @@ def test_no_limit_is_none(root: Path) -> None:
     put(folder / "memory.limit_in_bytes", 9223372036854771712)
     put(folder / "memory.usage_in_bytes", 60_000)
     put(folder / "memory.stat", "total_inactive_file 0")
-    assert memory_budget(root).whose == "the host"
+    assert tightest(root).whose == "the host"
 
 
 def test_this_machine_has_some_left() -> None:
-    budget = memory_budget()
+    budget = tightest()
     assert 0 < budget.left_bytes <= budget.total_bytes
+
+
+def test_a_system_that_tells_nothing_or_nonsense_sets_no_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root / "proc/self/cgroup", "0::/pod\n4:memory:/a\nnonsense\n")
+    second_version(root / "sys/fs/cgroup/pod", "a lot", 5)
+    monkeypatch.setenv("RAY_memory_usage_threshold", "most")
+    assert tightest(root).left_bytes == 614_400 - 51_200
+    put(root / "proc/meminfo", "MemTotal: 5 kB")
+    assert memory_budget(root) is None
+    (root / "proc/self/cgroup").unlink()
+    assert memory_budget(root / "nowhere") is None

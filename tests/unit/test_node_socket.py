@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from lastgood.storage.errors import SnapshotError, StagingError
+from lastgood.workers import node_socket
 from lastgood.workers.node_socket import NodeSocket, SocketServer
-from tests.unit.test_stager import Loop
+from tests.unit.stager_world import Loop
 
 LIMIT_S = 60.0
 NAMES = ("echo", "refuse", "fail", "wait", "stubborn")
@@ -175,6 +178,28 @@ def test_a_connection_that_was_taken_in_as_the_stager_closed_is_not_served(place
     ours.close()
     with pytest.raises(StagingError, match="has ended"):
         place.loop.run(place.server.open())
+
+
+def test_a_process_that_cannot_be_taken_in_waits_and_is_announced_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_socket, "_AGAIN_S", 0.05)
+    listening = place.server._listening
+    assert listening is not None
+
+    class Full:
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        def fileno(self) -> int:
+            return listening.fileno()
+
+    async def fail() -> None:
+        place.server._take_in(cast("socket.socket", Full()))
+
+    place.loop.run(fail())
+    assert NodeSocket(place.folder).call("echo", LIMIT_S, 1) == (1,)  # taken in when it tries again
+    assert caplog.text.count("cannot be taken in") == 1
 
 
 def test_the_late_answer_of_a_call_that_was_given_up_is_nobodys(place: Place) -> None:

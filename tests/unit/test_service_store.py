@@ -108,7 +108,8 @@ def test_a_coordinator_finishes_a_collection_that_an_earlier_one_began(
     async def scene() -> None:
         service = await alone(tmp_path)
         assert service._housekeeping is not None
-        service._housekeeping.has_committed = True  # retention begins after the first commit
+        commit = AttemptHead("A4", 4, service.epoch, 4)  # retention begins after the first one
+        service._housekeeping.hear(Announce(SaveState.COMMITTED, (), commit))
         await until(lambda: len(store.list(f"{PATHS.step_dir(3)}/")) == 1)
         await service.end()
 
@@ -120,9 +121,9 @@ def test_a_coordinator_finishes_a_collection_that_an_earlier_one_began(
 def test_retention_begins_with_a_commit_of_this_incarnation(tmp_path: Path, epoch: int, begins: bool) -> None:
     async def scene() -> bool:
         service = await alone(tmp_path)
-        service._hear(Announce(SaveState.COMMITTED, (), AttemptHead("A3", 3, epoch, 3)))
         assert service._housekeeping is not None
-        has_committed = service._housekeeping.has_committed
+        service._housekeeping.hear(Announce(SaveState.COMMITTED, (), AttemptHead("A3", 3, epoch, 3)))
+        has_committed = service._housekeeping._has_committed
         await service.end()
         return has_committed
 

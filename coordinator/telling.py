@@ -1,0 +1,76 @@
+"""What a run is told at the end of a step: what came of it, and what has become of saves since it was told last.
+
+A part of the service. Saves fail, and alarms come, when no call of the run is there to hear of it; the next one does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..storage.errors import FencedError
+from .commands import Announce
+from .driver import Driver
+from .messages import SaveKind, SaveState
+from .outcomes import StepOutcome, WindowOutcome, reached
+from .policies import Decision
+
+log = logging.getLogger("lastgood.coordinator")
+
+
+class Telling:
+    """Of one incarnation. `led` gives the driver once there is one; `newest` the order of the newest checkpoint."""
+
+    def __init__(self, led: Callable[[], Driver], newest: Callable[[], tuple[int, int]]) -> None:
+        self.saved_step: int | None = None  # the last that this incarnation saves or has restored
+        self._led = led
+        self._newest = newest
+        self._failed: list[tuple[str, bool]] = []  # what failed since the last step, and whether training must stop
+
+    def hear(self, announce: Announce) -> None:
+        """What became of saves whose end_step has long returned."""
+        if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
+            return
+        step = announce.head.step if announce.head is not None else None
+        if step is not None and step == self.saved_step:
+            self.saved_step = None
+        where = f"step {step}: " if step is not None else ""
+        self._failed.append((f"{where}{announce.blame}", announce.stop))
+
+    def outcome(self, window: WindowOutcome, decision: Decision, stall_s: float = 0.0) -> StepOutcome:
+        """What came of a step, with all that was not told yet."""
+        begun = [save for save in window.saves if save.attempt is not None and not save.failed]
+        whole = {save.attempt for save in begun if reached(save.state, SaveState.SNAPSHOT)}
+        saving = next((save.attempt for save in begun if save.kind is not SaveKind.MEMORY), None)
+        if saving is not None:
+            self.saved_step = window.step
+        failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
+        self._failed.clear()
+        led = self._led()
+        alarms, led.untold_alarms = led.untold_alarms, []
+        if window.blame is not None:
+            failures.append(f"step {window.step}: {window.blame}")
+            log.error("step %d: %s", window.step, window.blame)
+        return StepOutcome(
+            window.step,
+            decision.reason,
+            saving,
+            saving if saving in whole else None,
+            stall_s,
+            tuple(failures),
+            window.stop or stop,
+            self._newest(),
+            in_memory=bool(whole),
+            alarms=tuple(alarms),
+        )
+
+    def news(self, step: int) -> StepOutcome | None:
+        """What failed, and alarms, since that was told last; None when there is nothing to tell."""
+        if not self._failed and not self._led().untold_alarms:
+            return None
+        return self.outcome(WindowOutcome(step, True), Decision(False, "no save was due"))
+
+
+def fenced(error: FencedError) -> StepOutcome:
+    """The outcome of every step from now on: somebody else leads the run, training must stop."""
+    return StepOutcome(0, "another coordinator leads the run", failures=(str(error),), stop=True)
