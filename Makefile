@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test setup lint format types unit simulation store crash containment cluster chaos scaling docs clean
+.PHONY: help demo test setup lint format types unit simulation store crash containment cluster chaos bench scaling docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -68,6 +68,10 @@ cluster: setup  ## real Ray, real FSDP2, real SIGKILLs: minutes
 
 chaos: setup  ## the kill campaign (make chaos TRIALS=300 SEED=7; docs/chaos.md): hours if you like
 	$(BIN)/python -m tests.chaos --trials $(or $(TRIALS),30) --seed $(or $(SEED),1) $(ARGS)
+
+bench: setup  ## what docs/performance.md tells, on this machine (make bench BENCH="stall reading"): a quarter of an hour
+	@for each in $(or $(BENCH),staging reading steps stall resume); do \
+	  echo "== $$each"; $(BIN)/python -m benchmarks.$$each $(ARGS) || exit 1; done
 
 scaling: setup  ## what a commit costs with 10 to 10,000 members: minutes (ARGS="--json")
 	$(BIN)/python -m benchmarks.scaling $(ARGS)

@@ -318,10 +318,10 @@ class CoordinatorActor:
     # What the ranks of a member-led run call (member_led.py).
 
     async def join(self, claim: RankClaim, wait_s: float) -> str | None:
-        return await (await self._ready()).member_led.join(claim, wait_s)
+        return await (await self._ready()).member_led.gathering.join(claim, wait_s)
 
     async def joined(self, role: str, membership: str, wait_s: float) -> tuple[str, ...] | None:
-        return await (await self._ready()).member_led.joined(role, membership, wait_s)
+        return await (await self._ready()).member_led.gathering.joined(role, membership, wait_s)
 
     async def resume_together(
         self,

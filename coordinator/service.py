@@ -170,7 +170,8 @@ class Service:
         return self._housekeeping
 
     @property
-    def _declared(self) -> Mapping[str, RoleDeclaration]:
+    def declared(self) -> Mapping[str, RoleDeclaration]:
+        """The roles of the run."""
         return self._led.core.membership.declarations
 
     # -- nodes and members
@@ -189,7 +190,7 @@ class Service:
     async def _reopen(self) -> None:
         """Takes over the window that was open when the coordinator before this one died, if it still is."""
         step = next(iter(self.nodes.marked_steps), None)
-        if not self._declared or self.nodes.missing().members or len(self.nodes.marked_steps) != 1 or step is None:
+        if not self.declared or self.nodes.missing().members or len(self.nodes.marked_steps) != 1 or step is None:
             return
         outcome = await self._led.reopen_window(step)
         if not outcome.opened:
@@ -217,7 +218,7 @@ class Service:
         """A driver speaks for the members that it has declared. Its call may outlive it, and wait for members to come
         back: those of the driver after it never made that step. Raises MembershipError."""
         for role, membership in memberships.items():
-            declared = self._declared.get(role)
+            declared = self.declared.get(role)
             if declared is not None and declared.membership != membership:
                 raise MembershipError(
                     f"{what} of run {self.options.run} is not of the members that count now: those of role {role} were "
@@ -412,7 +413,7 @@ class Service:
             return left
 
         await self.nodes.refresh()
-        if not self._declared:
+        if not self.declared:
             raise MembershipError(
                 f"resume of run {self.options.run} before it has members. Nothing was touched. Call add_members for "
                 "every role, and add_driver, first.",
@@ -463,7 +464,7 @@ class Service:
             "store": self.options.store,
             "saved_step": self.telling.saved_step,
             "newest": self._newest_told(),
-            "roles": {role: declared.world_size for role, declared in sorted(self._declared.items())},
+            "roles": {role: declared.world_size for role, declared in sorted(self.declared.items())},
             "missing": list(self.nodes.missing().members),
             "nodes_silent": sorted(self.nodes.silent),
         }

@@ -259,9 +259,6 @@ def test_a_rank_that_stalls_costs_one_attempt_by_the_deadline_and_is_named(world
 
 
 def test_ranks_that_do_not_fit_together_are_told_who(world: World) -> None:
-    from lastgood.coordinator.member_led import GONE_S
-
-    assert GONE_S > 0
     led = Led(world, register_deadline_s=3.0)
     world.new_ranks()
     name, options = world.name, led.options

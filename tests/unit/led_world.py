@@ -140,8 +140,8 @@ class Led:
             )
             for rank in range(size)
         ]
-        led = self.service.member_led
-        told = await asyncio.gather(*(led.join(claim, 20.0) for claim in claims))
+        gathering = self.service.member_led.gathering
+        told = await asyncio.gather(*(gathering.join(claim, 20.0) for claim in claims))
         membership = told[0]
         assert membership is not None
         for rank in range(size):

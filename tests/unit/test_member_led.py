@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lastgood.coordinator import member_led
+from lastgood.coordinator import gathering
 from lastgood.coordinator.grants import CutAt, GiveUp, Grants, GrantTo
 from lastgood.coordinator.messages import Grant, Line, MemberId
 from lastgood.storage.errors import LastgoodError, UsageError, WindowClosedError
@@ -314,7 +314,7 @@ def test_a_cut_is_saved_though_a_node_comes_back_with_a_commit_of_that_step_by_a
 
 
 def test_a_second_role_is_refused_while_the_first_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_led, "GONE_S", 0.2)
+    monkeypatch.setattr(gathering, "GONE_S", 0.2)
 
     async def scene() -> None:
         w = Led()
