@@ -1,8 +1,9 @@
 """Runs one command of the protocol core against the world and answers with the event that came of it.
 
 The rule: every call has a timeout, every outcome becomes exactly one event, and no exception leaves `run` (but
-cancellation). A failpoint `coordinator.<command>` is passed just before each command, `coordinator.staged` when all
-staging votes are in and before anything is accepted.
+cancellation). A failpoint `coordinator.<command>` is passed just before each command, and
+`coordinator.<command>.<node>` before one to a node; `coordinator.staged` when all staging votes are in and before
+anything is accepted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 def point(command: cmd.Command) -> str:
     """The name of the failpoint before a command: `coordinator.note_durable`."""
     return f"coordinator.{_WORD.sub('_', type(command).__name__).lower()}"
+
+
+async def _pass_points(command: cmd.Command) -> None:
+    """Off the loop, so that a pause stops this command and nothing else."""
+    if isinstance(command, cmd.BuildManifest):
+        await asyncio.to_thread(failpoint, "coordinator.staged")
+    await asyncio.to_thread(failpoint, point(command))
+    if isinstance(command, cmd.NodeCommand):
+        await asyncio.to_thread(failpoint, f"{point(command)}.{command.node}")
 
 
 def build_manifest(draft: cmd.Draft, created_at: str, versions: Mapping[str, str]) -> bytes:
@@ -119,10 +129,8 @@ class Runner:
     async def run(self, command: cmd.AttemptCommand) -> ev.Event:
         """Runs the command to its end and answers with its event."""
         try:
-            if os.environ.get(VARIABLE):  # off the loop, so that a pause stops this command and nothing else
-                if isinstance(command, cmd.BuildManifest):
-                    await asyncio.get_running_loop().run_in_executor(None, failpoint, "coordinator.staged")
-                await asyncio.get_running_loop().run_in_executor(None, failpoint, point(command))
+            if os.environ.get(VARIABLE):
+                await _pass_points(command)
             if isinstance(command, cmd.NodeCommand):
                 call, timeout_s = self._call(command)
             else:

@@ -34,12 +34,14 @@ def node_of(world: World, slot: int) -> str:
     return (world.root / f"node-{slot}" / world.name / "node.json").read_text().split('"node":"')[1].split('"')[0]
 
 
-POINTS = {
-    "window": None,  # the stager stands still before it hears of the step's end
-    "snapshotting": "coordinator.snapshot",
-    "staging": "coordinator.stage",
-    "accepting": "coordinator.staged",
-}
+def points(node: str) -> dict[str, str | None]:
+    """Where the coordinator pauses while a node's stager is stopped: before what each phase asks of that node."""
+    return {
+        "window": None,  # the stager stands still before it hears of the step's end
+        "snapshotting": f"coordinator.snapshot.{node}",
+        "staging": f"coordinator.stage.{node}",
+        "accepting": "coordinator.staged",
+    }
 
 
 def test_a_stager_that_stands_still_costs_one_attempt_in_any_phase_and_changes_nothing_when_it_goes_on(
@@ -52,7 +54,7 @@ def test_a_stager_that_stands_still_costs_one_attempt_in_any_phase_and_changes_n
     node = node_of(world, 1)
     pid = world.stager_pids()[node]
     step = 1
-    for phase, point in POINTS.items():
+    for phase, point in points(node).items():
         step += 1
         outcome = _step_with_a_stopped_stager(world, step, phase, point, pid, node)
         if phase == "window":
