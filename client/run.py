@@ -313,7 +313,7 @@ class Run:
         limit_s = options.save_deadline_s + options.snapshot_deadline_s + options.return_deadline_s + CALL_S
         try:
             outcome: StepOutcome = self._link.call(
-                "end_step", step, values, self._progress, timeout_s=limit_s, again="again"
+                "end_step", step, values, self._progress, timeout_s=limit_s, again=True
             )
         except StoreError as error:  # the coordinator was restarted and cannot start while the store is away
             stop = self.options.on_failure == "abort"

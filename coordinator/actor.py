@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -20,7 +21,6 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..storage.errors import LastgoodError, StagingError, StoreUnavailableError
 from ..storage.ids import ulid
@@ -46,11 +46,12 @@ from .messages import (
     SaveState,
     SnapshotOrder,
 )
-from .names import DRIVER_ROLE, NAMESPACE, coordinator_name, stager_name, stager_prefix
+from .names import DRIVER_ROLE, NAMESPACE, STEP_CALLS, coordinator_name, stager_name, stager_prefix
+from .node_socket import NodeLine, SocketServer
 from .options import Options
 from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome
 from .ownership import Identity
-from .ports import Notice
+from .ports import WAITED_FOR, Notice
 from .ray_names import draining_nodes, named_actors, plain, session_dir
 from .restore import Restored, ResumeTermsOrder
 from .runner import answer_within
@@ -67,6 +68,7 @@ STORE_THREADS = 2  # for what the service itself asks of the store; the driver h
 SHARE_BYTES = 100_000  # beyond it Ray itself copies an argument into its object store, once for each call
 KEEP_SHARED = 2  # the manifest that is committed, and one that is published again
 PULSE_S = 10.0  # for a sign of life
+NEAR_TRIES = 3  # in a row, until a stager of the same node is asked over Ray only
 UPLOAD_S = 24 * 3600.0  # the driver's upload_s is the deadline; this only bounds the call
 
 
@@ -92,15 +94,32 @@ class SharedManifests:
 
 
 class RayStagerPort:
-    """One stager over Ray: implements ports.StagerPort. Errors of lastgood arrive as themselves."""
+    """One stager: implements ports.StagerPort. Errors of lastgood arrive as themselves.
 
-    def __init__(self, name: str, handle: Any, manifests: SharedManifests) -> None:
+    It is asked over Ray; on the coordinator's own node (`near`) over its socket, for what training waits for. When the
+    socket fails, the same call is made over Ray: everything in ports.StagerPort may be repeated.
+    """
+
+    def __init__(self, name: str, handle: Any, manifests: SharedManifests, *, near: bool) -> None:
         self.name = name
         self._handle = handle
         self._manifests = manifests
+        self._line: NodeLine | None = None
+        self._near_tries = NEAR_TRIES if near else 0
 
     async def _ask(self, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
         """`limit_s` bounds the call in any case; most callers bound it more tightly."""
+        if method in WAITED_FOR and self._near_tries:
+            try:
+                if self._line is None:
+                    self._line = NodeLine(Path(await self._ask("door")))
+                answer = await answer_within(self._line.call(method, *arguments), limit_s, self.name, method)
+                self._near_tries = NEAR_TRIES
+                return answer
+            except (OSError, EOFError) as error:
+                log.info("%s is asked over Ray: its socket failed at %s (%s)", self.name, method, error)
+                self._line = None
+                self._near_tries -= 1
         try:
             return await answer_within(getattr(self._handle, method).remote(*arguments), limit_s, self.name, method)
         except ray.exceptions.RayTaskError as error:
@@ -192,6 +211,7 @@ class CoordinatorActor:
         self._boot: asyncio.Task[Service] | None = None
         self._ports: dict[str, RayStagerPort] = {}
         self._store_lane: Lane | None = None
+        self._door: SocketServer | None = None
         self._manifests = SharedManifests()
         # Recover at once, also when Ray restarted this actor and nobody calls: uploads must go on.
         me = ray.get_runtime_context().current_actor
@@ -222,15 +242,29 @@ class CoordinatorActor:
         )
         self._service = service
         await service.boot()
+        await self._open_door()
         return service
+
+    async def _open_door(self) -> None:
+        """A socket for drivers of this node, in Ray's directory for this session. Without it they call over Ray."""
+        folder = Path(session_dir()) / f"lastgood-{self._options.run}"
+        door = SocketServer(folder, self, STEP_CALLS, "coordinator", LastgoodError)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            await door.open()
+        except (OSError, StagingError) as error:
+            log.info("drivers on this node call over Ray: %s", error)
+            return
+        self._door = door
 
     async def _discover(self) -> list[RayStagerPort]:
         return await asyncio.to_thread(self._find_stagers)
 
     def _find_stagers(self) -> list[RayStagerPort]:
         found = named_actors(stager_prefix(self._options.run))
+        here = stager_name(self._options.run, ray.get_runtime_context().get_node_id())
         self._ports = {
-            name: self._ports.get(name) or RayStagerPort(name, handle, self._manifests)
+            name: self._ports.get(name) or RayStagerPort(name, handle, self._manifests, near=name == here)
             for name, handle in found.items()
         }
         return list(self._ports.values())
@@ -246,6 +280,9 @@ class CoordinatorActor:
     async def _shut_down(self) -> None:
         for port in self._ports.values():
             port.kill()
+        if self._door is not None:
+            self._door.close()
+            shutil.rmtree(self._door.folder, ignore_errors=True)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def waits_for(self) -> str | None:
@@ -253,7 +290,7 @@ class CoordinatorActor:
         return None if self._service is None else self._service.waits_for
 
     async def hello(self) -> dict[str, Any]:
-        """Who leads the run: options, versions, epoch, pid, Ray node."""
+        """Who leads the run: options, versions, epoch, pid, Ray node, the folder of its socket there."""
         service = await self._ready()
         return {
             "options": self._options.model_dump(mode="json"),
@@ -261,6 +298,7 @@ class CoordinatorActor:
             "epoch": service.epoch,
             "pid": os.getpid(),
             "ray_node": ray.get_runtime_context().get_node_id(),
+            "door": None if self._door is None else str(self._door.folder),
             "members": service.nodes.count_members(),
             "drivers": service.nodes.processes_of(DRIVER_ROLE),
             "leading_members": service.member_led.live(),
@@ -367,7 +405,11 @@ def _wake(me: Any) -> None:
 
 
 def create_coordinator(options: Options) -> Any:
-    """The run's coordinator, created on this node unless it lives already. Returns its handle."""
+    """The run's coordinator, created on this node unless it lives already. Returns its handle.
+
+    Ray restarts it here too, and elsewhere when this node is gone. (A soft NodeAffinitySchedulingStrategy puts an actor
+    that takes no CPU on any node: ray 2.60.)
+    """
     here = ray.get_runtime_context().get_node_id()
     return (
         ray.remote(CoordinatorActor)
@@ -379,7 +421,9 @@ def create_coordinator(options: Options) -> Any:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=1000,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+            scheduling_strategy="DEFAULT",  # of no placement group that it is created in: it would end with that
+            label_selector={"ray.io/node-id": here},
+            fallback_strategy=[{"label_selector": {}}],
         )
         .remote(options.model_dump(mode="json"))
     )

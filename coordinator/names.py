@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NAMESPACE = "lastgood"
 DRIVER_ROLE = "trainer"  # of the process that called attach
+STEP_CALLS = ("end_step", "before_update")  # what a driver asks at every step
 _MEMBERS_OF = "the members of "
 
 

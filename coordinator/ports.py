@@ -15,6 +15,8 @@ from ..storage.manifest import Completed, ShardRecord
 from .messages import AttemptHead, Grant, Inventory, NodeSnapshot, RecordState, RoleDeclaration, SnapshotOrder
 from .restore import RestorePort
 
+WAITED_FOR = ("mark", "reopen", "close_window", "pause", "release", "snapshot", "copying")  # by training: it stands
+
 
 class ParticipantPort(Protocol):
     """One node's stager, as the coordinator sees it."""

@@ -16,11 +16,11 @@ import ray.exceptions
 
 from ..coordinator.messages import AttemptHead, MemberId, MemberInfo, RankReport
 from ..coordinator.names import NAMESPACE, stager_name
+from ..coordinator.node_socket import NodeSocket
 from ..coordinator.ray_names import plain
 from ..storage.errors import LastgoodError, StagingError
 from ..storage.manifest import ShardRecord
 from .agent import StagerGoneError
-from .node_socket import NodeSocket
 from .orders import Answer, ImageRequest, Order
 
 log = logging.getLogger("lastgood.agent")

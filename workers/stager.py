@@ -29,6 +29,8 @@ from ..coordinator.messages import (
     RoleDeclaration,
     SnapshotOrder,
 )
+from ..coordinator.node_socket import SocketServer
+from ..coordinator.ports import WAITED_FOR
 from ..storage.digest import BlockDigests
 from ..storage.errors import (
     DeadlineError,
@@ -47,7 +49,6 @@ from .copies import Copies
 from .disk import NodeDisk
 from .finder import Finder, PeerRead
 from .images import ImageRoom
-from .node_socket import SocketServer
 from .orders import Answer, ImageRequest, Order, OrderKind
 from .processes import Processes
 from .staging import StagerConfig, Staging, observed, pass_point
@@ -77,7 +78,7 @@ class Stager:
         self._room = ImageRoom(config.image_root, config.run, self.node, self.incarnation)
         self._store = store
         self._processes = Processes(self.node, changed, self._on_death)
-        self._agents = SocketServer(self._room.folder, self, FOR_AGENTS)
+        self._agents = SocketServer(self._room.folder, self, FOR_AGENTS + WAITED_FOR)
         self._staging = Staging(config, self._disk, self._room, self._on_disk, self._processes.hosts)
         self._declarations: tuple[RoleDeclaration, ...] = ()
         self._paused: dict[str, tuple[MemberId, ...]] = {}  # by attempt
@@ -378,6 +379,11 @@ class Stager:
                 "nodes.",
                 node=self.node,
             )
+
+    async def door(self) -> str:
+        """The folder of its socket, for a coordinator on the same node. Raises StagingError when there can be none."""
+        await self._agents.open()
+        return str(self._room.folder)
 
     # -- the agents' side
 

@@ -15,9 +15,9 @@ from typing import cast
 
 import pytest
 
+from lastgood.coordinator import node_socket
+from lastgood.coordinator.node_socket import NodeLine, NodeSocket, SocketServer
 from lastgood.storage.errors import SnapshotError, StagingError
-from lastgood.workers import node_socket
-from lastgood.workers.node_socket import NodeSocket, SocketServer
 from tests.unit.stager_world import Loop
 
 LIMIT_S = 60.0
@@ -227,6 +227,45 @@ def test_a_forked_process_calls_over_a_connection_of_its_own(place: Place) -> No
     os.close(reading)
     os.waitpid(child, 0)
     assert there.call("echo", LIMIT_S, "after") == ("after",)
+
+
+def test_a_loop_calls_as_a_thread_does(place: Place) -> None:
+    async def story() -> None:
+        there = NodeLine(place.folder)
+        assert await there.call("echo", 1, "two") == (1, "two")
+        with pytest.raises(SnapshotError, match="no room"):
+            await there.call("refuse")
+        waiting = asyncio.ensure_future(there.call("wait"))
+        assert await asyncio.to_thread(place.target.waiting.wait, LIMIT_S)
+        assert await there.call("echo", 3) == (3,)  # does not wait for the other
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        place.let_go()
+        assert await there.call("echo", "mine") == ("mine",)  # the late answer was nobody's
+
+        await asyncio.to_thread(place.close_server)
+        with pytest.raises((OSError, EOFError)):
+            await there.call("echo", 4)
+        with pytest.raises((OSError, EOFError)):
+            await there.call("echo", 5)
+
+    asyncio.run(story())
+
+
+def test_a_server_takes_the_place_of_one_that_was_killed(place: Place) -> None:
+    there = NodeSocket(place.folder)
+    assert there.call("echo", LIMIT_S, 1) == (1,)
+    after = SocketServer(place.folder, place.target, NAMES, "coordinator")  # the file of the first is still there
+    place.loop.run(after.open())
+    assert NodeSocket(place.folder).call("echo", LIMIT_S, 2) == (2,)
+    with pytest.raises(StagingError, match="the coordinator could not fail: ValueError"):
+        NodeSocket(place.folder).call("fail", LIMIT_S)
+
+    async def close() -> None:
+        after.close()
+
+    place.loop.run(close())
 
 
 def test_what_is_no_call_ends_that_connection_and_nothing_else(place: Place) -> None:

@@ -21,7 +21,7 @@ class Link:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def call(self, method: str, *arguments: Any, timeout_s: float, again: str | None = None) -> Any:
+    def call(self, method: str, *arguments: Any, timeout_s: float, again: bool = False) -> Any:
         self.calls.append((method, arguments))
         if method == "end_step":
             return StepOutcome(arguments[0], "no save was due")

@@ -33,7 +33,7 @@ class Link:
         self.requests: list[SaveRequest] = []
         self.restarted = restarted
 
-    def call(self, method: str, *arguments: Any, timeout_s: float, again: str | None = None) -> SaveOutcome:
+    def call(self, method: str, *arguments: Any, timeout_s: float, again: bool = False) -> SaveOutcome:
         self.limits_s.append(timeout_s)
         if method == "wait" and self.restarted:
             raise UsageError("no such request")

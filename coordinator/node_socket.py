@@ -1,8 +1,9 @@
-"""Calls from the agents of a node to its stager, over a socket in the stager's folder of shared memory.
+"""Calls between lastgood's processes on one node, over a socket in a folder that is the user's alone (mode 0700).
 
-A step and a stall are made of these calls, and a call of Ray's to an actor with an event loop takes milliseconds. Who
-may open the folder may call: it is the user's alone (mode 0700), and holds the images too. One call at a time on a
-connection; whoever calls at the same time has a connection of their own.
+A step and a stall are made of these calls, and a call of Ray's to an actor with an event loop takes milliseconds:
+agents call their stager, the coordinator calls the stager of its own node, a driver on that node calls the coordinator.
+Whoever may open the folder may call. One call at a time on a connection; whoever calls at the same time has a
+connection of their own.
 
 A frame is its length (4 bytes, little-endian) and a pickle of (method, arguments) or (result, error). It goes from one
 live process of the user to another and is never kept.
@@ -23,9 +24,9 @@ from typing import Any
 
 from ..storage.errors import LastgoodError, StagingError
 
-log = logging.getLogger("lastgood.stager")
+log = logging.getLogger("lastgood.node")
 
-NAME = "agents"
+NAME = "calls"
 _LENGTH = struct.Struct("<I")
 _BACKLOG = 128
 _AGAIN_S = 1.0
@@ -48,14 +49,24 @@ def _within(folder: Path) -> Iterator[str]:
 
 
 class SocketServer:
-    """The stager's end. Lives on the event loop on which it is opened; `target` answers the named methods.
+    """The end that answers. Lives on the event loop on which it is opened; `target` has the named methods.
 
     It takes connections in by itself: one that asyncio's own server has accepted when that is closed (3.11) stays open
     and unread, and its agent waits.
     """
 
-    def __init__(self, folder: Path, target: object, methods: Collection[str]) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        target: object,
+        methods: Collection[str],
+        who: str = "stager",
+        failure: type[LastgoodError] = StagingError,
+    ) -> None:
+        """`who` answers here; what it raises that is no error of lastgood is told as a `failure`."""
+        self.folder = folder
+        self._who = who
+        self._failure = failure
         self._target = target
         self._methods = frozenset(methods)
         self._listening: socket.socket | None = None
@@ -65,7 +76,7 @@ class SocketServer:
     async def open(self) -> None:
         """Begins to listen, once. Raises StagingError, also when it is closed already."""
         if self._closed:
-            raise StagingError(f"this stager has ended; look for the one that follows it (it had {self._folder})")
+            raise StagingError(f"this {self._who} has ended; look for the one that follows it (it had {self.folder})")
         if self._listening is None:
             self._listening = self._listener()
             self._watch()
@@ -77,16 +88,18 @@ class SocketServer:
     def _listener(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX)
         try:
-            with _within(self._folder) as path:
+            with _within(self.folder) as path:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(path).unlink()  # of whoever was here before: it answers no more
                 listener.bind(path)
             listener.listen(_BACKLOG)
             listener.setblocking(False)
         except OSError as error:
             listener.close()
             raise StagingError(
-                f"no socket can be made in {self._folder}: {error}. Nothing was changed. Set image_root to a tmpfs "
-                f"that uid {os.getuid()} may write to.",
-                path=str(self._folder),
+                f"no socket can be made in {self.folder}: {error}. Nothing was changed. It must be a folder of "
+                f"uid {os.getuid()} alone (image_root, on a tmpfs).",
+                path=str(self.folder),
                 errno=error.errno,
             ) from error
         return listener
@@ -127,7 +140,7 @@ class SocketServer:
                 writer.write(_framed(await self._answer(method, arguments)))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # the process is gone, or this stager ends
+            pass  # the process is gone, or this one ends
         except Exception:
             log.exception("a process of this node sent what is no call; its connection was closed")
         finally:
@@ -136,21 +149,21 @@ class SocketServer:
 
     async def _answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, LastgoodError | None]:
         if method not in self._methods:
-            return None, StagingError(f"a stager answers no {method!r} to the processes of its node")
+            return None, self._failure(f"a {self._who} answers no {method!r} to the processes of its node")
         try:
             return await getattr(self._target, method)(*arguments), None
         except LastgoodError as error:
             return None, error
         except Exception as error:
             log.exception("%s failed", method)
-            return None, StagingError(
-                f"the stager could not {method}: {type(error).__name__}: {error}. The previous checkpoint stands; "
-                "look at the stager's log in Ray's dashboard."
+            return None, self._failure(
+                f"the {self._who} could not {method}: {type(error).__name__}: {error}. The previous checkpoint stands; "
+                f"look at the {self._who}'s log in Ray's dashboard."
             )
 
 
 class NodeSocket:
-    """An agent's end. `call` from any thread. In a process forked from its maker's it makes connections of its own."""
+    """The end that asks. `call` from any thread. A process forked from its maker's makes connections of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,7 +171,7 @@ class NodeSocket:
         self._pid = os.getpid()
 
     def call(self, method: str, timeout_s: float, *arguments: object) -> Any:
-        """Raises OSError or EOFError when the stager is not there or silent, or the error that it answers with."""
+        """Raises OSError or EOFError when nobody is there or it is silent, or the error that it answers with."""
         if os.getpid() != self._pid:  # two processes on one connection would take each other's answers
             self._idle, self._pid = [], os.getpid()
         connection = self._idle.pop() if self._idle else self._connect()
@@ -166,7 +179,7 @@ class NodeSocket:
             connection.settimeout(timeout_s)
             connection.sendall(_framed((method, arguments)))
             length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
-            result, error = pickle.loads(_receive(connection, length))  # noqa: S301 - from the user's own stager
+            result, error = pickle.loads(_receive(connection, length))  # noqa: S301 - from the user's own process
         except BaseException:
             connection.close()
             raise
@@ -186,6 +199,32 @@ class NodeSocket:
         return connection
 
 
+class NodeLine:
+    """As NodeSocket, for the one event loop on which it is used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """Raises OSError or EOFError when nobody is there, or the error that it answers with. Its caller bounds it."""
+        reader, writer = self._idle.pop() if self._idle else await self._connect()
+        try:
+            writer.write(_framed((method, arguments)))
+            result, error = pickle.loads(await _read(reader))  # noqa: S301 - from the user's own process
+        except BaseException:  # also cancelled: nobody else must be given the answer that is still to come
+            writer.close()
+            raise
+        self._idle.append((reader, writer))
+        if error is not None:
+            raise error
+        return result
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        with _within(self.folder) as path:
+            return await asyncio.open_unix_connection(path)
+
+
 def _framed(message: object) -> bytes:
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(content)) + content
@@ -201,6 +240,6 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
     while left:
         count = connection.recv_into(left)
         if not count:
-            raise EOFError("the stager has closed the connection")
+            raise EOFError("the connection was closed at its other end")
         left = left[count:]
     return bytes(content)
