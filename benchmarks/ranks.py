@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import lastgood
 
@@ -61,8 +63,16 @@ def state(rank: Rank) -> dict[str, Any]:
     return {"model": rank.model, "optimizer": rank.optimizer, "rng": lastgood.RNG()}
 
 
-def new_ranks(count: int, megabytes: float = 0.0) -> list[Any]:
-    ranks: list[Any] = [ray.remote(Rank).options(num_cpus=0).remote(rank, count, megabytes) for rank in range(count)]
+def new_ranks(count: int, megabytes: float = 0.0, nodes: Sequence[str] = ()) -> list[Any]:
+    """`nodes`: Ray node ids that they go to in turn; default: wherever Ray puts them."""
+    places = [
+        {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=False)} if nodes else {}
+        for rank in range(count)
+    ]
+    ranks: list[Any] = [
+        ray.remote(Rank).options(num_cpus=0, **place).remote(rank, count, megabytes)
+        for rank, place in enumerate(places)
+    ]
     ray.get([rank.update.remote() for rank in ranks])
     return ranks
 
@@ -81,6 +91,22 @@ def ray_of_its_own() -> Iterator[Path]:
             yield Path(folder)
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def two_raylets() -> Iterator[tuple[Path, list[str]]]:
+    """As ray_of_its_own, with two raylets on this machine; also answers their node ids."""
+    with tempfile.TemporaryDirectory(prefix="lastgood-bench-") as folder:
+        (Path(folder) / "store").mkdir()
+        shape: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={**shape, "labels": {"slot": "0"}})
+        try:
+            second = cluster.add_node(**{**shape, "labels": {"slot": "1"}})
+            ray.init(address=cluster.address, log_to_driver=False, namespace="bench")
+            yield Path(folder), [ray.get_runtime_context().get_node_id(), second.node_id]
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def roots(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """`python -m benchmarks.steps [--json]`: what a step costs training when there is next to no state to copy.
 
-Wall milliseconds of `end_step`: with nothing due and with a save due, led by a driver; with nothing due at a member
-that leads itself. Beside them one call to an actor of this Ray that does nothing, the unit in which to read the others.
+Wall milliseconds of `end_step`: led by a driver on the members' node, with nothing due and with a save due; at a
+member that leads itself; by a driver whose members are on two nodes (two raylets of this machine). Beside them one call
+to an actor of this Ray that does nothing, the unit in which to read the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import ray
 
 import lastgood
 
-from .ranks import new_ranks, rank_of, ray_of_its_own, roots, state
+from .ranks import new_ranks, rank_of, ray_of_its_own, roots, state, two_raylets
 
 MEMBERS = 2
 
@@ -67,7 +68,20 @@ def measure(steps: int, saves: int) -> list[Spent]:
         loops = ray.get([rank.lead.remote("members", steps, options) for rank in ranks])
         seconds = [spent for loop in loops for spent in loop[steps // 10 :]]
         found.append(Spent.of("end_step at a member that leads itself, nothing due", seconds))
-        return found
+    return [*found, _on_two_nodes(steps)]
+
+
+def _on_two_nodes(steps: int) -> Spent:
+    """The coordinator asks the stager of the other node over Ray."""
+    with two_raylets() as (folder, nodes):
+        ranks = new_ranks(MEMBERS, nodes=nodes)
+        staging = {"staging": str(folder / "staging-{label:slot}")}
+        run = lastgood.attach("nodes", **{**roots(folder), **staging}, save_freq=10**9)
+        run.add_members("actor", ranks, state=state, rank=rank_of)
+        run.resume()
+        plain = timed(steps, run.end_step)
+        run.close(save_last=False)
+    return Spent.of(f"end_step by a driver, {MEMBERS} members on two nodes, nothing due", plain)
 
 
 def _led_by_a_driver(folder: Path, steps: int, saves: int) -> list[Spent]:

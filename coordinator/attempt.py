@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 from ..storage.errors import IllegalMoveError
 from ..storage.manifest import ShardRecord
 from .membership import Roster, Window
-from .messages import AttemptHead, Blame, MemberId, NodeSnapshot, RecordState, SaveKind, SaveRequest, SaveState
+from .messages import (
+    AttemptHead,
+    Blame,
+    HeldSnapshot,
+    MemberId,
+    NodeSnapshot,
+    RecordState,
+    SaveKind,
+    SaveRequest,
+    SaveState,
+)
 from .moves import MOVES, PROVEN, UNDONE, Cause, Phase
 from .outcomes import COMMITTED_OR_BEYOND
 
@@ -61,6 +71,8 @@ class Attempt:
     snapshots: dict[str, NodeSnapshot] = field(default_factory=dict)
     shards: dict[str, tuple[ShardRecord, ...]] = field(default_factory=dict)
     updates: dict[MemberId, int | None] = field(default_factory=dict)
+    held_at: dict[str, HeldSnapshot] = field(default_factory=dict)  # found in the memory of nodes
+    origin: str | None = None  # it takes over the images of that attempt of an earlier incarnation
     superseded: bool = False  # it was given up while it lay in memory: no disk ever knew of it
     drafted: bool = False  # the manifest is being built: what it says no longer changes
     manifest: bytes | None = None
@@ -284,6 +296,6 @@ class Attempt:
 
     def slim(self) -> None:
         """Forgets what only an unfinished attempt needs."""
-        self.snapshots, self.shards, self.updates = {}, {}, {}
+        self.snapshots, self.shards, self.updates, self.held_at = {}, {}, {}, {}
         self.manifest = self.roster = None
         self.calls, self.tries, self.retries, self.last_failure = {}, {}, [], {}

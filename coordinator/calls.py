@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from . import commands as cmd
 from .attempt import OUTSTANDING, Attempt
-from .messages import RecordState, SnapshotOrder
+from .messages import Keepsake, RecordState, SaveKind, SnapshotOrder
 from .moves import PROVEN, Phase
 from .settings import Settings
 
@@ -67,7 +67,10 @@ def calls_due(
         for node in nodes:
             if node not in attempt.snapshots and ready(cmd.Snapshot, node):
                 members = attempt.roster.members_of[node]
-                order = SnapshotOrder(head, members, remaining_s(attempt, now_s), settings.overlapped)
+                deadline_s = remaining_s(attempt, now_s)
+                order = SnapshotOrder(
+                    head, members, deadline_s, settings.overlapped, _keepsake(attempt), attempt.origin
+                )
                 out.append(cmd.Snapshot(head, node, order))
         return out
 
@@ -100,6 +103,14 @@ def calls_due(
     elif phase in PROVEN:
         out += _after_commit(attempt, nodes, settings, heard, ready)
     return out
+
+
+def _keepsake(attempt: Attempt) -> Keepsake | None:
+    if attempt.kind is not SaveKind.MEMORY:
+        return None
+    assert attempt.roster is not None and attempt.window is not None
+    roles = tuple(role for role in attempt.roster.roles if role.components)
+    return Keepsake(roles, attempt.window.metrics, attempt.reason)
 
 
 def _after_commit(

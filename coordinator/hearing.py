@@ -57,7 +57,7 @@ class Hearing:
         if held is not None and held.roster is not None and event.member in held.roster.processes:
             core.memory.lose_member(f"member {event.member} is gone: {event.reason}")
         attempt = core.foreground
-        if attempt is None or attempt.phase not in COPYING or node in attempt.snapshots:
+        if attempt is None or attempt.phase not in COPYING or node in attempt.snapshots or attempt.origin is not None:
             return
         assert attempt.roster is not None
         if event.member in attempt.roster.members_of.get(node, ()):
@@ -176,6 +176,8 @@ class Hearing:
         else:
             assert found is not None
             core.learn_record(attempt, node, found.record)
+            if found.held is not None and attempt.phase is Phase.FOUND:
+                attempt.held_at[node] = found.held
             if found.manifest is not None and attempt.manifest is None and not attempt.finished:
                 attempt.manifest = found.manifest
                 attempt.look()
@@ -255,6 +257,8 @@ class Hearing:
         core.expected = event.expected
         core.unheard = set(event.expected - core.heard.keys())
         core.recovering = False
-        for attempt in sorted(core.active.values(), key=lambda a: a.order):
-            if attempt.phase is Phase.FOUND:
+        found = sorted((a for a in core.active.values() if a.phase is Phase.FOUND), key=lambda a: a.order)
+        for attempt in found:
+            if not attempt.held_at:
                 core.judge(attempt)
+        core.memory.adopt([attempt for attempt in found if attempt.held_at])

@@ -7,19 +7,38 @@ Part of the protocol core (as pure as protocol.py). The rules:
 - It is staged when a member is gone (a process crash then costs the step in progress, no more), when a save of the same
   window is asked for, or when somebody asks for what is in memory. It takes the foreground as soon as that is free.
 - What is given up while it is held was never on a disk: no record is needed, its images are just freed.
+- A new coordinator takes over the newest that every node still holds, as an attempt of its own: what an earlier one
+  has said of its attempts stays true. Until that attempt has the images, those that it found are not cleaned.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .attempt import Attempt, Pending
-from .messages import Blame, SaveKind, SaveState
-from .moves import COPYING, Cause
+from .membership import Membership, Roster, Window
+from .messages import Blame, HeldSnapshot, SaveKind, SaveState
+from .moves import COPYING, PROVEN, Cause
 
 if TYPE_CHECKING:
     from .protocol import Protocol
+
+
+def _whole(step: int, told: Mapping[str, HeldSnapshot]) -> tuple[Roster, Window] | None:
+    """Who a snapshot is of and where they stood, when its nodes together hold all of it. By node."""
+    keepsake = next(iter(told.values())).keepsake
+    membership = Membership()
+    for role in keepsake.roles:
+        membership.declare(role)
+    for node, held in told.items():
+        membership.register(node, held.members)
+    updates = membership.window_problem(step, {node: held.vote for node, held in told.items()}, {})
+    if isinstance(updates, Blame):
+        return None
+    roster = membership.roster()
+    return roster, Window(0, step, updates, roster.processes, keepsake.metrics)
 
 
 class Memory:
@@ -29,6 +48,7 @@ class Memory:
         self._core = core
         self.held: Attempt | None = None
         self.wanted = False  # the held one waits for its turn to be staged
+        self.kept: tuple[Attempt, ...] = ()  # found in the memory of nodes, while one of them may be taken over
 
     def hold(self, attempt: Attempt) -> None:
         """The attempt's copy is whole, and nobody asks for more: training goes on, the images stay."""
@@ -44,6 +64,36 @@ class Memory:
         assert attempt.roster is not None
         for member in core.membership.gone_of(attempt.roster.processes)[:1]:
             self.lose_member(f"member {member} was gone before the copy was whole everywhere")
+
+    def adopt(self, found: Sequence[Attempt]) -> None:
+        """Attempts of earlier coordinators that lie in the memory of nodes: the newest whole snapshot is taken over.
+
+        Unless something newer is committed. What one coordinator has taken over half-way, the next one takes over.
+        """
+        core = self._core
+        self.kept = tuple(sorted(found, key=lambda attempt: attempt.order))
+        committed = max((a.order for a in core.attempts.values() if a.phase in PROVEN), default=(0, 0))
+        origins: dict[str, dict[str, Attempt]] = {}  # in order of their newest attempt, after the loop
+        for attempt in self.kept:
+            for node, held in attempt.held_at.items():
+                parts = origins.pop(held.origin, {})
+                origins[held.origin] = {**parts, node: attempt}
+        for origin, parts in reversed(origins.items()):
+            newest = max(parts.values(), key=lambda attempt: attempt.order)
+            told = {node: attempt.held_at[node] for node, attempt in parts.items()}
+            whole = _whole(newest.head.step, told)
+            if whole is not None and newest.order > committed:
+                core.take_over(origin, *whole, next(iter(told.values())).keepsake.reason)
+                return
+
+    def _clean_kept(self) -> None:
+        """What was found is judged as soon as nothing is taken over from it any more."""
+        front = self._core.foreground
+        if not self.kept or (front is not None and front.origin is not None and front.phase in COPYING):
+            return
+        kept, self.kept = self.kept, ()
+        for attempt in kept:
+            self._core.judge(attempt)
 
     def supersede(self, newer: Attempt) -> None:
         """A newer copy is whole: it serves whoever waits for the held one, which goes."""
@@ -106,6 +156,7 @@ class Memory:
 
     def settle(self) -> None:
         """Ends requests whose time is up, and stages what is wanted when nothing else is under way."""
+        self._clean_kept()
         core, held = self._core, self.held
         if held is None:
             return

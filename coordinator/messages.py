@@ -70,8 +70,27 @@ class RecordState(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Keepsake:
+    """What every node is told of a snapshot that is kept in memory, so that a later coordinator can save it."""
+
+    roles: tuple[RoleDeclaration, ...]
+    metrics: Mapping[str, float]
+    reason: str  # a sentence
+
+
+@dataclass(frozen=True)
+class HeldSnapshot:
+    """One node's part of a snapshot that lies whole in its memory, and is not being staged."""
+
+    keepsake: Keepsake
+    vote: NodeSnapshot
+    members: tuple[MemberInfo, ...]  # as they were when they were copied
+    origin: str  # the attempt that it was copied for
+
+
+@dataclass(frozen=True)
 class AttemptInventory:
-    """One attempt as it lies on one node's staging disk."""
+    """One attempt as it lies on one node's staging disk, or in its memory."""
 
     attempt: str
     step: int
@@ -83,6 +102,7 @@ class AttemptInventory:
     durable: bool  # the node knows that the store's COMPLETED for it was seen
     participants: tuple[str, ...]  # from the record or the manifest; empty when neither is here
     manifest: bytes | None = None  # the manifest's bytes, when an accept record or COMPLETED is here
+    held: HeldSnapshot | None = None  # only in memory, and kept there
 
 
 @dataclass(frozen=True)
@@ -172,6 +192,8 @@ class SnapshotOrder:
     members: tuple[MemberId, ...]  # those this node must answer for
     deadline_s: float  # remaining seconds for the copy
     overlapped: bool = False  # the coordinator wants to know when it has begun (ParticipantPort.copying)
+    keepsake: Keepsake | None = None  # of a snapshot that is to stay in memory
+    origin: str | None = None  # copy nothing: take what lies in memory since that attempt
 
 
 @dataclass(frozen=True)

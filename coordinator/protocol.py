@@ -24,7 +24,7 @@ from .calls import calls_due, first_publish_over
 from .draft import draft_of
 from .hearing import Hearing
 from .invariants import check
-from .membership import Membership, Window
+from .membership import Membership, Roster, Window
 from .memory import Memory
 from .messages import AttemptHead, Blame, RecordState, SaveKind, SaveState
 from .moves import BEFORE_COMMIT, COPYING, EXPECTED, LATE, PROVEN, Cause, Phase
@@ -266,7 +266,7 @@ class Protocol:
 
     def judge(self, attempt: Attempt) -> None:
         """Looks at the records of an attempt whose outcome was not known, and moves it by the recovery table."""
-        if not attempt.may_be_accepted or (self.recovering and not attempt.mine):
+        if not attempt.may_be_accepted or (self.recovering and not attempt.mine) or attempt in self.memory.kept:
             return
         told = attempt.phase is Phase.ABORTING and attempt.announced is SaveState.ABORTED
         if told and attempt.refused and attempt.proof is None:
@@ -377,7 +377,28 @@ class Protocol:
 
     def start(self, batch: list[Pending], window: Window) -> None:
         """Starts an attempt of the window's step for these requests. The membership is complete."""
-        roster = self.membership.roster()
+        attempt = self._begin(self.membership.roster(), window)
+        for pending in batch:
+            attempt.strengthen(pending)
+        deadlines = self.settings.deadlines
+        assert attempt.roster is not None
+        if attempt.roster.pausing:
+            attempt.move(Cause.PAUSE_ASKED, self.now_s, attempt.reason)
+            attempt.phase_deadline_s = self.now_s + deadlines.pause_s
+        else:
+            attempt.move(Cause.NOTHING_TO_PAUSE, self.now_s, attempt.reason)
+            attempt.phase_deadline_s = self.now_s + deadlines.snapshot_s
+        self.announce(attempt, SaveState.REQUESTED)
+
+    def take_over(self, origin: str, roster: Roster, window: Window, reason: str) -> None:
+        """Starts an attempt of what lies whole in memory since `origin`, which an earlier incarnation made."""
+        attempt = self._begin(roster, window)
+        attempt.origin, attempt.reason = origin, reason
+        attempt.move(Cause.NOTHING_TO_PAUSE, self.now_s, f"its images lie in memory since {origin}")
+        attempt.phase_deadline_s = self.now_s + self.settings.deadlines.snapshot_s
+        self.announce(attempt, SaveState.REQUESTED)
+
+    def _begin(self, roster: Roster, window: Window) -> Attempt:
         sequence = self.highest_sequence + 1
         epoch = self.settings.epoch
         head = AttemptHead(self._new_attempt_id(epoch, sequence), window.step, epoch, sequence)
@@ -395,19 +416,10 @@ class Protocol:
             may_be_accepted=False,
             kind=SaveKind.MEMORY,
         )
-        for pending in batch:
-            attempt.strengthen(pending)
         self.attempts[head.attempt] = self.active[head.attempt] = attempt
         self.own_ids.add(head.attempt)
         self.foreground = attempt
-        deadlines = self.settings.deadlines
-        if roster.pausing:
-            attempt.move(Cause.PAUSE_ASKED, self.now_s, attempt.reason)
-            attempt.phase_deadline_s = self.now_s + deadlines.pause_s
-        else:
-            attempt.move(Cause.NOTHING_TO_PAUSE, self.now_s, attempt.reason)
-            attempt.phase_deadline_s = self.now_s + deadlines.snapshot_s
-        self.announce(attempt, SaveState.REQUESTED)
+        return attempt
 
     def _draft(self, attempt: Attempt) -> cmd.Draft:
         return draft_of(attempt, self.settings, self.parent)

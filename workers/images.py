@@ -135,6 +135,10 @@ class Image:
             )
         self._store(ImageState.SEALED, used_bytes, self.attempt)
 
+    def mark_of(self, attempt: str) -> None:
+        """What it holds is that attempt's from now on."""
+        self._store(self.state, self.used_bytes, attempt)
+
     def mark_staged(self) -> None:
         """The stager has it on disk."""
         self._store(ImageState.STAGED, self.used_bytes, self.attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from ..coordinator.messages import AttemptHead, MemberId, NodeSnapshot
+from ..coordinator.messages import AttemptHead, HeldSnapshot, MemberId, NodeSnapshot
 from ..storage.files import WriteProgress
 from ..storage.layout import shard_path
 from ..storage.manifest import ShardRecord
@@ -19,6 +19,7 @@ class StandingSnapshot:
     head: AttemptHead
     vote: NodeSnapshot
     shards: tuple[SealedShard, ...]
+    held: HeldSnapshot | None = None  # it is to stay in memory
     staged: asyncio.Future[tuple[ShardRecord, ...]] | None = None
     progress: dict[tuple[MemberId, str], WriteProgress] = field(default_factory=dict)  # of the writes, once begun
 

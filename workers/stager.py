@@ -19,6 +19,7 @@ from typing import TypeVar
 from ..coordinator.messages import (
     AttemptHead,
     Grant,
+    HeldSnapshot,
     Inventory,
     LoadRequest,
     MemberId,
@@ -237,10 +238,13 @@ class Stager:
         standing = self._staging.vote_of(head.attempt)
         if standing is not None:
             return standing  # asked again
+        if order.origin is not None:
+            return self._staging.take_over(order.origin, head)
         loop = asyncio.get_running_loop()
         began = loop.time()
         await pass_point("stager.snapshot.begin")
         hosts = self._processes.hosts(order.members)
+        infos = tuple(info for info in self._processes.members() if info.member in order.members)
         self._copies.expect(head.attempt, hosts)
         try:
             answers = await self._processes.ask_all(
@@ -260,7 +264,8 @@ class Stager:
             )
         shards = tuple(self._staging.checked(head, shard) for answer in answers for shard in answer.shards)
         vote = NodeSnapshot(self.node, _reports(answers), loop.time() - began)
-        self._staging.stand(head, vote, shards)
+        held = None if order.keepsake is None else HeldSnapshot(order.keepsake, vote, infos, head.attempt)
+        self._staging.stand(head, vote, shards, held)
         await pass_point("stager.snapshot.sealed")
         return vote
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..coordinator.messages import AttemptHead, AttemptInventory, MemberId, NodeSnapshot, RecordState
+from ..coordinator.messages import AttemptHead, AttemptInventory, HeldSnapshot, MemberId, NodeSnapshot, RecordState
 from ..storage.digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests
 from ..storage.errors import DeadlineError, LastgoodError, SnapshotError, StagingError
 from ..storage.failpoints import VARIABLE, failpoint
@@ -106,9 +106,28 @@ class Staging:
         """Whether nobody will ever accept it."""
         return attempt in self._given_up
 
-    def stand(self, head: AttemptHead, vote: NodeSnapshot, shards: Sequence[SealedShard]) -> None:
-        """The attempt's images are whole."""
-        self._snapshots[head.attempt] = StandingSnapshot(head, vote, tuple(shards))
+    def stand(
+        self, head: AttemptHead, vote: NodeSnapshot, shards: Sequence[SealedShard], held: HeldSnapshot | None = None
+    ) -> None:
+        """The attempt's images are whole. `held`: what a later coordinator is told when it is to stay in memory."""
+        self._snapshots[head.attempt] = StandingSnapshot(head, vote, tuple(shards), held)
+
+    def take_over(self, origin: str, head: AttemptHead) -> NodeSnapshot:
+        """What lies in memory since attempt `origin` is that of `head` from now on. Raises SnapshotError without it."""
+        for name, snapshot in self._snapshots.items():
+            if snapshot.held is not None and snapshot.held.origin == origin and snapshot.staged is None:
+                for shard in snapshot.shards:
+                    image = self._slots.find((shard.member, shard.component), shard.image)
+                    assert image is not None, "a sealed image outlives its process until its attempt is over"
+                    image.mark_of(head.attempt)
+                del self._snapshots[name]
+                self.stand(head, snapshot.vote, snapshot.shards, snapshot.held)
+                return snapshot.vote
+        raise SnapshotError(
+            f"node {self.node} does not hold what was copied for attempt {origin} any more. The previous checkpoint "
+            "stands.",
+            node=self.node,
+        )
 
     def checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
         """A member's word that a shard is whole, held against the image's own header page."""
@@ -320,9 +339,20 @@ class Staging:
                     raise self._still_writing(snapshot)
 
     def only_in_memory(self, on_disk: Collection[str]) -> list[AttemptInventory]:
-        """Attempts that are snapshotted here and not yet staged: a new coordinator refuses and discards them."""
+        """Attempts that are snapshotted here and not yet staged: a new coordinator adopts or discards them."""
         return [
-            AttemptInventory(name, at.step, at.epoch, at.sequence, RecordState.NONE, False, False, False, ())
-            for name, at in ((name, snapshot.head) for name, snapshot in self._snapshots.items())
+            AttemptInventory(
+                name,
+                snapshot.head.step,
+                snapshot.head.epoch,
+                snapshot.head.sequence,
+                RecordState.NONE,
+                staged=False,
+                completed=False,
+                durable=False,
+                participants=(),
+                held=snapshot.held if snapshot.staged is None else None,
+            )
+            for name, snapshot in self._snapshots.items()
             if name not in on_disk
         ]

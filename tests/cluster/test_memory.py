@@ -60,3 +60,27 @@ def test_what_is_in_memory_is_saved_on_request_in_mid_update_and_after_every_ran
     world.new_ranks(seed=9)
     world.join()
     assert world.run.resume().step == 2
+
+
+@pytest.mark.parametrize("first", ["coordinator", "ranks"])
+def test_when_ranks_and_coordinator_die_the_last_finished_step_is_saved_all_the_same(world: World, first: str) -> None:
+    world.start(save_freq=50, snapshot_freq=1)
+    world.run.resume()
+    pids = ray.get([rank.pid.remote() for rank in world.ranks])
+    keep(world, 1, 2, 3)
+    after, epoch = world.digests(), world.hello()["epoch"]
+    coordinator = world.hello()["pid"]
+    if first == "coordinator":
+        kill(coordinator)
+        until(lambda: world.run.status()["in_memory"] == 3, "the next coordinator has it")
+        assert world.run.checkpoints() == []
+    else:
+        world.arm("coordinator.stage", "kill")  # it dies before anything of it is on a disk
+    for pid in pids:
+        kill(pid)
+    assert world.committed(3).epoch > epoch
+    world.new_ranks(seed=9)
+    world.join()
+    assert world.run.resume().step == 3
+    assert world.digests() == after
+    world.run.close()

@@ -13,6 +13,7 @@ from lastgood.coordinator import commands as cmd
 from lastgood.coordinator.messages import (
     AttemptHead,
     AttemptInventory,
+    HeldSnapshot,
     Inventory,
     MemberId,
     MemberInfo,
@@ -22,7 +23,14 @@ from lastgood.coordinator.messages import (
     RoleDeclaration,
     SnapshotOrder,
 )
-from lastgood.storage.errors import FencedError, StagingError, StoreUnavailableError, UsageError, WindowClosedError
+from lastgood.storage.errors import (
+    FencedError,
+    SnapshotError,
+    StagingError,
+    StoreUnavailableError,
+    UsageError,
+    WindowClosedError,
+)
 from tests.simulation.referee import Referee
 
 ACCEPT, REFUSE = RecordState.ACCEPT, RecordState.REFUSE
@@ -106,6 +114,7 @@ class SimNode:
         self.up = True
         self.incarnation = 1
         self.images: dict[str, dict[MemberId, tuple[int, int]]] = {}
+        self.kept: dict[str, HeldSnapshot] = {}  # of images that are to stay
         self.paused: set[str] = set()
         self.released: set[str] = set()  # attempts whose pause is over for good: a late pause does nothing
         self.registered = True
@@ -120,6 +129,7 @@ class SimNode:
         """SIGKILL of the stager."""
         self.up = False
         self.images.clear()
+        self.kept.clear()
         self.paused.clear()
         self.registered = False
         self.declarations = ()
@@ -176,6 +186,7 @@ class SimNode:
                     attempt in self.durable,
                     participants,
                     manifest,
+                    self.kept.get(attempt) if attempt in self.images else None,
                 )
             )
         return Inventory(self.name, str(self.incarnation), self.epoch, self.infos(), tuple(attempts), self.declarations)
@@ -206,6 +217,14 @@ class SimNode:
 
     def _do_Snapshot(self, head: AttemptHead, command: cmd.Snapshot, store: SimStore) -> NodeSnapshot:  # noqa: N802
         order: SnapshotOrder = command.order
+        if order.origin is not None and head.attempt not in self.images:
+            held = [a for a, kept in self.kept.items() if kept.origin == order.origin and a in self.images]
+            if not held:
+                raise SnapshotError(f"{self.name} does not hold {order.origin} any more")
+            self.images[head.attempt] = self.images.pop(held[0])
+            self.kept[head.attempt] = self.kept.pop(held[0])
+        if head.attempt in self.images and head.attempt in self.kept:
+            return self.kept[head.attempt].vote
         if self.updating or not self.registered or self.step != head.step:
             raise WindowClosedError(f"{self.name} is in an update, or past that step")
         if head.attempt not in self.images and head.attempt not in self.staged:
@@ -214,7 +233,11 @@ class SimNode:
         if copied is None:
             raise StagingError(f"{self.name} has staged {head.attempt} already")
         reports = tuple(MemberReport(m, step, n, self.members[m]) for m, (step, n) in copied.items())
-        return NodeSnapshot(self.name, reports, 0.01)
+        vote = NodeSnapshot(self.name, reports, 0.01)
+        if order.keepsake is not None:
+            infos = tuple(info for info in self.infos() if info.member in order.members)
+            self.kept[head.attempt] = HeldSnapshot(order.keepsake, vote, infos, head.attempt)
+        return vote
 
     def _do_Stage(self, head: AttemptHead, command: cmd.Stage, store: SimStore) -> tuple[Shard, ...]:  # noqa: N802
         if head.attempt not in self.staged:

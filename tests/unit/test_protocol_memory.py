@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
-from lastgood.coordinator.messages import SaveKind, SaveState
+from lastgood.coordinator.messages import (
+    AttemptHead,
+    AttemptInventory,
+    HeldSnapshot,
+    Keepsake,
+    RecordState,
+    RoleDeclaration,
+    SaveKind,
+    SaveState,
+)
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 from lastgood.coordinator.report import lagging, settled
-from tests.unit.protocol_bench import ACTOR0, ACTOR1, Bench
+from tests.unit.protocol_bench import ACTOR0, ACTOR1, COMPONENTS, HOSTS, SIZES, TRAINER, Bench, found
 
 
 def held(*steps: int) -> Bench:
@@ -184,3 +195,101 @@ def test_a_snapshot_that_is_lost_or_of_no_use_is_given_up_without_a_failure(how:
     bench.open(2, due=True)
     bench.to_the_end()
     assert committed_steps(bench) == [2]
+
+
+def still_held(node: str, *, step: int = 400, sequence: int = 7, origin: str = "old7") -> AttemptInventory:
+    """What a node tells of a snapshot that an earlier coordinator held in its memory."""
+    bench = Bench(hear=())
+    roles = tuple(RoleDeclaration(role, SIZES[role], COMPONENTS[role], "m1") for role in SIZES)
+    keepsake = Keepsake(roles, {"reward": 0.5}, "every step")
+    held = HeldSnapshot(keepsake, bench.report(node, step), bench.infos(node), origin)
+    none = RecordState.NONE
+    return AttemptInventory(f"old{sequence}", step, 3, sequence, none, False, False, False, (), held=held)
+
+
+def next_coordinator(**told: tuple[AttemptInventory, ...]) -> Bench:
+    """A coordinator that has just heard its nodes. `told`: what they hold."""
+    bench = Bench(hear=())
+    for node in HOSTS:
+        bench.hear(node, *told[node])
+    bench.feed(ev.RecoveryBegun(frozenset(HOSTS)))
+    return bench
+
+
+def test_a_new_coordinator_takes_over_the_snapshot_that_every_node_still_holds() -> None:
+    bench = next_coordinator(n1=(still_held("n1"),), n2=(still_held("n2"),))
+    assert {command.order.origin for command in bench.now(cmd.Snapshot)} == {"old7"}
+    assert not bench.said(cmd.Refuse)  # the images are not let go before they are taken over
+    bench.hear("n1", still_held("n1"))  # a registration has changed meanwhile
+    assert not bench.said(cmd.Refuse)
+    bench.to_the_end()
+    taken = bench.core.memory.held
+    assert taken is not None and taken.head == AttemptHead("a5.8", 400, 5, 8)
+    assert bench.core.attempts["old7"].phase is Phase.ABORTED and settled(bench.core)
+    bench.feed(ev.MemberDropped(ACTOR1, "SIGKILL"))
+    bench.to_the_end()
+    assert committed_steps(bench) == [400]
+    draft = bench.said(cmd.BuildManifest)[-1].draft
+    assert draft.metrics == {"reward": 0.5} and draft.participants == ("n1", "n2")
+    assert {word.member: word.updates for word in draft.members} == {ACTOR0: 400, ACTOR1: 400, TRAINER: 400}
+
+
+def test_what_it_takes_over_is_saved_at_once_when_those_that_made_it_are_gone() -> None:
+    bench = Bench(hear=())
+    bench.processes["n2"] = 2  # another process answers for actor:1 now
+    for node in HOSTS:
+        bench.hear(node, still_held(node))
+    bench.feed(ev.RecoveryBegun(frozenset(HOSTS)))
+    bench.feed(ev.MemberDropped(ACTOR0, "SIGKILL"))  # the copy was made long ago: nothing is asked of a member
+    bench.to_the_end()
+    assert committed_steps(bench) == [400]
+
+
+def test_of_two_the_newest_whole_one_is_taken_over_and_the_rest_is_cleaned() -> None:
+    newer = still_held("n1", step=401, sequence=8, origin="old8")
+    bench = next_coordinator(n1=(still_held("n1"), newer), n2=(still_held("n2"),))  # n2 had not copied step 401 yet
+    assert {command.order.origin for command in bench.now(cmd.Snapshot)} == {"old7"}
+    bench.to_the_end()
+    assert {(c.head.attempt, c.node) for c in bench.said(cmd.Discard)} >= {("old8", "n1")}
+
+
+def test_what_a_coordinator_has_taken_over_half_way_the_next_one_takes_over() -> None:
+    bench = next_coordinator(n1=(still_held("n1", sequence=8),), n2=(still_held("n2"),))  # n2 knows it as old7 still
+    bench.to_the_end()
+    assert bench.core.memory.held is not None
+
+
+@pytest.mark.parametrize("how", ["not there", "being staged", "another step", "newer committed"])
+def test_a_snapshot_that_is_not_whole_or_not_the_newest_is_not_taken_over(how: str) -> None:
+    part = still_held("n2")
+    at_n2: tuple[AttemptInventory, ...] = {
+        "not there": (),
+        "being staged": (replace(part, held=None),),
+        "another step": (replace(still_held("n2", step=399), step=400),),
+        "newer committed": (part, found("n2", RecordState.ACCEPT, sequence=9, completed=True)),
+    }[how]
+    bench = next_coordinator(n1=(still_held("n1"),), n2=at_n2)
+    bench.to_the_end()
+    assert bench.core.memory.held is None and not bench.said(cmd.Snapshot)
+    assert bench.core.attempts["old7"].phase is Phase.ABORTED
+
+
+def test_when_a_node_lets_go_before_it_is_taken_over_that_costs_the_snapshot_and_nothing_else() -> None:
+    bench = next_coordinator(n1=(still_held("n1"),), n2=(still_held("n2"),))
+    taken = bench.core.foreground
+    assert taken is not None
+    bench.feed(ev.SnapshotFailed(taken.id, "n1", "it is gone"))
+    bench.to_the_end()
+    assert bench.core.memory.held is None and bench.core.failures == 0
+    assert bench.core.attempts["old7"].phase is Phase.ABORTED
+    bench.open(401, due=True)
+    bench.to_the_end()
+    assert committed_steps(bench) == [401]
+
+
+def test_what_a_snapshot_for_memory_is_of_is_told_to_every_node() -> None:
+    bench = held(1)
+    orders = [command.order for command in bench.said(cmd.Snapshot)]
+    assert all(order.keepsake is not None and order.keepsake.reason == "every step" for order in orders)
+    bench.open(2, due=True)
+    assert [command.order.keepsake for command in bench.now(cmd.Snapshot)] == [None, None]

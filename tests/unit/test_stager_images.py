@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lastgood.coordinator.messages import LoadRequest, RecordState
+from lastgood.coordinator.messages import Keepsake, LoadRequest, RecordState, SnapshotOrder
 from lastgood.storage.errors import SnapshotError
 from lastgood.storage.manifest import Manifest
 from lastgood.workers.agent import Agent
@@ -93,6 +93,33 @@ def test_a_new_coordinator_hears_of_images_that_nobody_staged_and_can_discard_th
     node.call("discard", 2, head())
     node.call("mark", 2, 2, 30.0)
     assert snapshot(node, head("A2", 2, 2, 2)).members[0].step == 2  # the images are free again
+
+
+def test_a_new_coordinator_takes_over_what_stands_in_memory_under_a_name_of_its_own(node: Node, agent: Agent) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    keepsake = Keepsake((), {"reward": 1.0}, "every step")
+    vote = node.call("snapshot", 1, SnapshotOrder(head(), (ACTOR,), 30.0, keepsake=keepsake))
+    agent.close()
+    (found,) = node.call("hello", 2, []).attempts
+    assert found.held is not None and (found.held.keepsake, found.held.vote) == (keepsake, vote)
+    assert [info.member for info in found.held.members] == [ACTOR] and found.held.origin == "A1"
+
+    ours = head("B1", epoch=2, sequence=2)
+    order = SnapshotOrder(ours, (ACTOR,), 30.0, keepsake=keepsake, origin="A1")
+    assert node.call("snapshot", 2, order) == vote
+    assert node.call("snapshot", 2, order) == vote  # asked again
+    assert node.call("refuse", 2, head(), "taken over") is RecordState.REFUSE
+    node.call("discard", 2, head())
+    (found,) = node.call("hello", 2, []).attempts[-1:]
+    assert found.attempt == "B1" and found.held is not None and found.held.origin == "A1"
+
+    commit(node, ours)
+    (place,) = (node.root / "staging/run/global_step_1/B1/actor").glob("*model*")
+    assert torch.equal(load_file(place)["weight"], state["model"].weight)
+    with pytest.raises(SnapshotError, match="does not hold what was copied for attempt A1"):
+        node.call("snapshot", 3, SnapshotOrder(head("C1", epoch=3, sequence=3), (ACTOR,), 30.0, origin="A1"))
 
 
 def test_images_are_reused_from_save_to_save(node: Node, agent: Agent) -> None:
