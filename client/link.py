@@ -54,14 +54,14 @@ class CoordinatorLink:
             raise self._late(method, timeout_s) from error
         except (OSError, EOFError) as error:
             log.info("the coordinator of %s is asked over Ray: its socket failed at %s (%s)", self.run, method, error)
-            self._socket, self._handle = None, None
+            self._socket = None
             self._near_tries -= 1
             return self._over_ray(method, arguments, until, timeout_s, again, repeated=True)
 
     def _near(self, timeout_s: float) -> NodeSocket | None:
         if self._socket is None and self._near_tries:
             hello = self.call("hello", timeout_s=timeout_s)
-            if hello["door"] is None or hello["ray_node"] != ray.get_runtime_context().get_node_id():
+            if hello.get("door") is None or hello["ray_node"] != ray.get_runtime_context().get_node_id():
                 self._near_tries = 0
             else:
                 self._socket = NodeSocket(Path(hello["door"]))
@@ -77,6 +77,7 @@ class CoordinatorLink:
             try:
                 if self._handle is None:
                     self._handle = ray.get_actor(coordinator_name(self.run), namespace=NAMESPACE)
+                    self._near_tries = NEAR_TRIES  # it may live on this node now
                 gone_since = None
                 return ray.get(getattr(self._handle, method).remote(*told), timeout=max(left, 0.0))
             except ray.exceptions.RayTaskError as error:

@@ -109,17 +109,19 @@ class RayStagerPort:
 
     async def _ask(self, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
         """`limit_s` bounds the call in any case; most callers bound it more tightly."""
-        if method in WAITED_FOR and self._near_tries:
+        if method in WAITED_FOR and self._near_tries > 0:
+            line = self._line
             try:
-                if self._line is None:
-                    self._line = NodeLine(Path(await self._ask("door")))
-                answer = await answer_within(self._line.call(method, *arguments), limit_s, self.name, method)
+                if line is None:
+                    line = self._line = NodeLine(Path(await self._ask("door")))
+                answer = await answer_within(line.call(method, *arguments), limit_s, self.name, method)
                 self._near_tries = NEAR_TRIES
                 return answer
             except (OSError, EOFError) as error:
                 log.info("%s is asked over Ray: its socket failed at %s (%s)", self.name, method, error)
-                self._line = None
-                self._near_tries -= 1
+                if self._line is line:  # else another call has seen it fail
+                    self._line = None
+                    self._near_tries -= 1
         try:
             return await answer_within(getattr(self._handle, method).remote(*arguments), limit_s, self.name, method)
         except ray.exceptions.RayTaskError as error:
@@ -247,10 +249,12 @@ class CoordinatorActor:
 
     async def _open_door(self) -> None:
         """A socket for drivers of this node, in Ray's directory for this session. Without it they call over Ray."""
-        folder = Path(session_dir()) / f"lastgood-{self._options.run}"
-        door = SocketServer(folder, self, STEP_CALLS, "coordinator", LastgoodError)
+        session, prefix = Path(session_dir()), f"lastgood:{self._options.run}:"
+        door = SocketServer(session / f"{prefix}{ulid()}", self, STEP_CALLS, "coordinator", LastgoodError)
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
+            for left in session.glob(f"{prefix}*"):  # by incarnations that were killed
+                shutil.rmtree(left, ignore_errors=True)
+            door.folder.mkdir(mode=0o700)
             await door.open()
         except (OSError, StagingError) as error:
             log.info("drivers on this node call over Ray: %s", error)
@@ -272,7 +276,7 @@ class CoordinatorActor:
     async def _notices(self) -> list[Notice]:
         """Nodes of the run that Ray is draining (a spot instance's notice, an autoscaler, `ray drain-node`)."""
         return [
-            Notice(node, f"Ray drains node {node}" + ("" if left_s is None else f", {left_s:.0f} s are left"))
+            Notice(node, f"Ray drains node {node}" + ("" if left_s is None else f", {left_s:.0f} s are left"), left_s)
             for node, left_s in (await asyncio.to_thread(draining_nodes)).items()
             if stager_name(self._options.run, node) in self._ports
         ]

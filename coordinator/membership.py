@@ -35,6 +35,7 @@ class Roster:
     processes: Mapping[MemberId, str]  # of every declared member
     pausing: frozenset[str]  # nodes where some component asks for pause/release
     fingerprint: Mapping[str, Any]  # JSON values by name, of all members together
+    weights: frozenset[tuple[MemberId, str]] = frozenset()  # components that an optimizer changes
 
 
 class Membership:
@@ -201,6 +202,7 @@ class Membership:
                 processes={member: info.process for member, info in infos.items()},
                 pausing=frozenset(pausing),
                 fingerprint=_fingerprint(infos),
+                weights=frozenset((member, name) for member, info in infos.items() for name in info.weights),
             )
         return self._roster
 

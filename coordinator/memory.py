@@ -138,8 +138,9 @@ class Memory:
         """A request for what lies in memory joins it. Answers why there is nothing to serve it with."""
         core = self._core
         attempt = self.held
-        if attempt is None and core.foreground is not None and core.foreground.phase not in COPYING:
-            attempt = core.foreground  # whole in memory too, and on its way already
+        front = core.foreground
+        if attempt is None and front is not None and (front.phase not in COPYING or front.origin is not None):
+            attempt = front  # whole in memory too, and on its way already
         if attempt is None:
             return Blame("requested", "no snapshot is in memory (option snapshot_freq keeps one)")
         attempt.strengthen(pending)

@@ -35,6 +35,7 @@ class MemberInfo:
     pid: int
     fingerprint: Mapping[str, Any] = field(default_factory=dict)  # JSON values compared at resume
     pausable: bool = False  # some component asks for pause()/release() around the snapshot
+    weights: tuple[str, ...] = ()  # the components that its optimizers change
     granted: Grant | None = None  # of a member-led run: the highest that it has heard of
 
 

@@ -89,8 +89,6 @@ class SocketServer:
         listener = socket.socket(socket.AF_UNIX)
         try:
             with _within(self.folder) as path:
-                with contextlib.suppress(FileNotFoundError):
-                    Path(path).unlink()  # of whoever was here before: it answers no more
                 listener.bind(path)
             listener.listen(_BACKLOG)
             listener.setblocking(False)
@@ -174,7 +172,7 @@ class NodeSocket:
         """Raises OSError or EOFError when nobody is there or it is silent, or the error that it answers with."""
         if os.getpid() != self._pid:  # two processes on one connection would take each other's answers
             self._idle, self._pid = [], os.getpid()
-        connection = self._idle.pop() if self._idle else self._connect()
+        connection = self._idle.pop() if self._idle else self._connect(timeout_s)
         try:
             connection.settimeout(timeout_s)
             connection.sendall(_framed((method, arguments)))
@@ -188,9 +186,10 @@ class NodeSocket:
             raise error
         return result
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
+            connection.settimeout(timeout_s)
             with _within(self.folder) as path:
                 connection.connect(path)
         except BaseException:

@@ -128,6 +128,7 @@ class Notice:
 
     key: str
     reason: str  # a sentence
+    left_s: float | None = None  # until then, as far as it is known
 
 
 Discover = Callable[[], Awaitable[Sequence[StagerPort]]]

@@ -158,7 +158,7 @@ class Requests:
         checked = core.membership.window_problem(event.step, event.reports, event.failures)
         again = self._same_window(event.step, checked)
         front = core.foreground
-        if front is not None and front.phase in COPYING and not again:
+        if front is not None and front.phase in COPYING and front.origin is None and not again:
             self.window_was_closed(front, "the next window opened before every node had copied")
         if isinstance(checked, Blame):
             self._not_opened(event, checked, event.due is not None and event.due.due)

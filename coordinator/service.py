@@ -49,6 +49,7 @@ from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
 from .ports import Discover, Notice, Notices
 from .protocol import Deadlines, Settings
+from .report import improving
 from .restore import Restored, ResumeTermsOrder
 from .resuming import Resuming
 from .runner import answer_within
@@ -502,9 +503,7 @@ class Service:
                     alone_since_s = None
                     continue
                 alone_since_s = alone_since_s if alone_since_s is not None else time.monotonic()
-                if time.monotonic() - alone_since_s > self.options.linger_s:
-                    log.warning("no process of run %s for %.0f s: it ends", self.options.run, self.options.linger_s)
-                    await self._led.drain(self.options.upload_deadline_s)
+                if time.monotonic() - alone_since_s > self.options.linger_s and await self._may_end():
                     await self.end()
                     return
             except FencedError as error:
@@ -512,6 +511,17 @@ class Service:
                 return
             except Exception:
                 log.exception("one heartbeat of run %s failed; the next one tries again", self.options.run)
+
+    async def _may_end(self) -> bool:
+        """Nobody of the run has lived for linger_s: it ends once everything committed is durable, or can never be."""
+        run, limit_s = self.options.run, self.options.upload_deadline_s
+        log.warning("no process of run %s for %.0f s: it ends", run, self.options.linger_s)
+        drained = await self._led.drain(limit_s)
+        if any(self.nodes.processes.values()):
+            return False  # somebody came meanwhile
+        for sentence in drained.lagging:
+            log.error("run %s is not durable after %.0f s: %s", run, limit_s, sentence)
+        return not improving(self._led.core)
 
     async def _heed_notices(self) -> None:
         """Saves the last finished step, once, when a node of the run is about to be taken away.
@@ -532,7 +542,11 @@ class Service:
                 log.exception("run %s could not look for notices; the next heartbeat tries again", self.options.run)
 
     async def _save_for(self, notice: Notice) -> None:
+        """With no deadline of its own, even when it may come too late: half a chance is better than none."""
         log.warning("%s: the last finished step is saved", notice.reason)
+        forecast = self._led.core.timings.forecast(None)
+        if notice.left_s is not None and forecast is not None and forecast.late_phase(notice.left_s) is not None:
+            log.error("%s: a save needs %.1f s as a rule, so this one may be lost", notice.reason, forecast.total_s)
         request_id = f"notice-{self.epoch}-{notice.key}"
         outcome = await self.save(SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster"))
         if outcome.blame is not None:

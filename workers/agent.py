@@ -104,6 +104,7 @@ class Agent:
             pid=os.getpid(),
             fingerprint=member.fingerprint(),
             pausable=member.pausable,
+            weights=member.weights,
         )
         with self._lock:
             old = self._members.get(member.id)

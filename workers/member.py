@@ -98,6 +98,16 @@ class Member:
         return any(component.pausable for component in self.components.values())
 
     @property
+    def weights(self) -> tuple[str, ...]:
+        """The components that its optimizers change."""
+        changed = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        return tuple(
+            name
+            for name, component in self.components.items()
+            if isinstance(component, ModelState) and any(id(p) in changed for p in component.module.parameters())
+        )
+
+    @property
     def updates(self) -> int | None:
         """Optimizer updates of the run so far, restored at resume; None when the member has no optimizer."""
         return self._updates if self._optimizers else None

@@ -9,7 +9,7 @@ import lastgood
 from lastgood.storage import failpoints
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
-from tests.cluster.world import World, kill, until
+from tests.cluster.world import World, kill, rank_state, until
 
 
 def whole(world: World, step: int) -> None:
@@ -26,9 +26,12 @@ def whole(world: World, step: int) -> None:
 
 
 COORDINATOR_POINTS = (
+    "coordinator.pause",
     "coordinator.snapshot",
+    "coordinator.release",
     "coordinator.stage",
     "coordinator.staged",
+    "coordinator.build_manifest",
     "coordinator.accept",
     "coordinator.publish",
     "coordinator.write_ledger",
@@ -38,8 +41,31 @@ COORDINATOR_POINTS = (
 )
 
 
+class Engine:
+    """A component of the driver that stands still while it is copied."""
+
+    def __init__(self) -> None:
+        self.paused = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"requests": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to put back."""
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def release(self) -> None:
+        self.paused = False
+
+
 def test_the_coordinator_dies_before_every_command_and_the_run_goes_on(world: World) -> None:
-    world.start()
+    engine = Engine()
+    world.new_ranks()
+    world.attach()
+    world.run.add_members("actor", world.ranks, state=rank_state)
+    world.run.add_driver({"cursor": world.cursor, "engine": engine})
     world.run.resume()
     world.step(1)
     world.durable(1)
@@ -60,6 +86,7 @@ def test_the_coordinator_dies_before_every_command_and_the_run_goes_on(world: Wo
         world.step(step)
         whole(world, step)
         world.durable(step)
+        until(lambda: not engine.paused, f"the engine runs again after {point}")
     steps = [c.step for c in world.run.checkpoints() if c.committed]
     assert steps == sorted(steps, reverse=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,36 @@ def test_a_socket_is_found_again_after_every_failure_and_no_step_is_lost_to_it(
     assert sorted(lines(world).values()) == [False, True]
 
 
-def test_without_a_socket_everything_goes_over_ray(world: World) -> None:
+def close_door(world: World) -> None:
+    """The coordinator lives on without a socket."""
+
+    def close(actor: Any) -> None:
+        loop = actor._boot.get_loop()
+
+        async def shut() -> None:
+            actor._door.close()
+            actor._door = None
+
+        asyncio.run_coroutine_threadsafe(shut(), loop).result(60)
+
+    ray.get(world.coordinator().__ray_call__.remote(close))
+
+
+def test_without_a_socket_every_step_goes_over_ray_until_there_is_one_again(world: World) -> None:
     world.start()
     world.run.resume()
-    door = Path(world.hello()["door"])
-    door.chmod(0o755)  # anybody could be in there: it is not trusted
-    world.kill_coordinator()
+    link = world.run._link
     assert world.step(1).saved is not None
-    assert world.step(2).saved is not None
-    assert world.hello()["door"] is None
-    assert world.run._link._socket is None
+    close_door(world)
+    outcomes = [world.step(step) for step in (2, 3)]  # the first one finds the socket closed, and asks again
+    assert all(outcome.saved is not None for outcome in outcomes)
+    assert link._socket is None
+    world.committed(3)
+    assert [c.step for c in world.run.checkpoints()] == [3, 2, 1]  # asked twice, saved once
+    world.kill_coordinator()
+    world.step(4)
+    world.step(5)
+    assert link._socket is not None
+    folder = Path(world.hello()["door"])
     world.run.close()
+    assert not folder.exists()

@@ -76,7 +76,16 @@ class Bench:
     def infos(self, node: str) -> tuple[MemberInfo, ...]:
         process = f"{node}-{self.processes[node]}"
         return tuple(
-            MemberInfo(m, SIZES[m.role], COMPONENTS[m.role], "m1", process, 1, pausable=node in self.pausing)
+            MemberInfo(
+                m,
+                SIZES[m.role],
+                COMPONENTS[m.role],
+                "m1",
+                process,
+                1,
+                pausable=node in self.pausing,
+                weights=tuple(name for name in COMPONENTS[m.role] if name == "model"),
+            )
             for m in HOSTS[node]
         )
 

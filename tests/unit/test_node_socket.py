@@ -253,19 +253,32 @@ def test_a_loop_calls_as_a_thread_does(place: Place) -> None:
     asyncio.run(story())
 
 
-def test_a_server_takes_the_place_of_one_that_was_killed(place: Place) -> None:
-    there = NodeSocket(place.folder)
-    assert there.call("echo", LIMIT_S, 1) == (1,)
-    after = SocketServer(place.folder, place.target, NAMES, "coordinator")  # the file of the first is still there
-    place.loop.run(after.open())
-    assert NodeSocket(place.folder).call("echo", LIMIT_S, 2) == (2,)
-    with pytest.raises(StagingError, match="the coordinator could not fail: ValueError"):
-        NodeSocket(place.folder).call("fail", LIMIT_S)
+def test_a_call_to_one_that_takes_nobody_in_ends_at_its_limit(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as stopped, ThreadPoolExecutor(8) as pool:
+        stopped.bind(str(tmp_path / node_socket.NAME))
+        stopped.listen(0)  # as a server with a full queue that is stopped
+        there = NodeSocket(tmp_path)
+        calls = [pool.submit(there.call, "echo", 0.2, number) for number in range(8)]
+        for call in calls:
+            with pytest.raises((TimeoutError, BlockingIOError)):
+                call.result(LIMIT_S)
+
+
+def test_who_answers_is_named_by_its_errors(tmp_path: Path) -> None:
+    place = Place(tmp_path / "folder")
+    other = SocketServer(place.folder.parent / "other", place.target, NAMES, "coordinator", SnapshotError)
+    other.folder.mkdir(mode=0o700)
+    place.loop.run(other.open())
+    with pytest.raises(SnapshotError, match="the coordinator could not fail: ValueError"):
+        NodeSocket(other.folder).call("fail", LIMIT_S)
 
     async def close() -> None:
-        after.close()
+        other.close()
 
     place.loop.run(close())
+    place.close_server()
+    place.loop.stop()
 
 
 def test_what_is_no_call_ends_that_connection_and_nothing_else(place: Place) -> None:

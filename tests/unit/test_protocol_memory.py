@@ -245,6 +245,15 @@ def test_what_it_takes_over_is_saved_at_once_when_those_that_made_it_are_gone() 
     assert committed_steps(bench) == [400]
 
 
+def test_a_window_that_opens_meanwhile_and_a_request_for_memory_find_it() -> None:
+    bench = next_coordinator(n1=(still_held("n1"),), n2=(still_held("n2"),))
+    bench.open(400)  # as the new coordinator does when it takes the open window over
+    bench.ask("r", from_memory=True)
+    bench.to_the_end()
+    assert told(bench, "r").state in COMMITTED_OR_BEYOND and committed_steps(bench) == [400]
+    assert bench.core.requests.window is not None
+
+
 def test_of_two_the_newest_whole_one_is_taken_over_and_the_rest_is_cleaned() -> None:
     newer = still_held("n1", step=401, sequence=8, origin="old8")
     bench = next_coordinator(n1=(still_held("n1"), newer), n2=(still_held("n2"),))  # n2 had not copied step 401 yet

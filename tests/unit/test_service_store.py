@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.coordinator import service as service_module
 from lastgood.coordinator.commands import Announce
 from lastgood.coordinator.messages import AttemptHead, Progress, SaveState
+from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.options import Options
+from lastgood.coordinator.outcomes import DrainOutcome
 from lastgood.coordinator.ownership import Identity
 from lastgood.coordinator.ports import Notice, Notices, StagerPort
 from lastgood.coordinator.retention import collect_remotely
 from lastgood.coordinator.service import Service
+from lastgood.coordinator.timings import ENOUGH
 from lastgood.storage.errors import StoreError, StoreUnavailableError
 from lastgood.storage.files import temporary_beside
 from lastgood.storage.lanes import Lane
@@ -146,6 +150,50 @@ def test_a_cluster_that_does_not_answer_holds_up_nothing_but_the_look_for_notice
 
     asyncio.run(scene())
     assert (asked, ends) == (["asked"], ["ended"])
+
+
+def test_a_run_without_anybody_ends_only_once_what_is_committed_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends: list[str] = []
+    drains: list[bool] = []
+
+    async def drain(timeout_s: float) -> DrainOutcome:
+        assert not ends
+        drains.append(len(drains) >= 2)  # the store is back for the third
+        return DrainOutcome(drains[-1], () if drains[-1] else ("step 3 is committed and not durable yet",))
+
+    async def scene() -> None:
+        service = await alone(tmp_path, ended=lambda: ends.append("ended"), linger_s=0.1)
+        assert service.driver is not None
+        monkeypatch.setattr(service.driver, "drain", drain)
+        monkeypatch.setattr(service_module, "improving", lambda core: not drains[-1])
+        await until(lambda: bool(ends))
+
+    asyncio.run(scene())
+    assert drains == [False, False, True]
+    assert caplog.text.count("is not durable after 3600 s: step 3") == 2
+
+
+def test_a_notice_that_leaves_too_little_time_is_heeded_all_the_same_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Notice] = []
+
+    async def look() -> Sequence[Notice]:
+        return told
+
+    async def scene() -> None:
+        service = await alone(tmp_path, look)
+        assert service.driver is not None
+        for _ in range(ENOUGH):
+            service.driver.core.timings.note({Phase.STAGING: 100.0})
+        told.append(Notice("node-1", "node 1 goes, 30 s are left", 30.0))
+        await until(lambda: any(i.startswith("notice-") for i in service.driver._outcomes))  # type: ignore[union-attr]
+        await service.end()
+
+    asyncio.run(scene())
+    assert "a save needs 110.0 s as a rule, so this one may be lost" in caplog.text
 
 
 def test_a_notice_is_heeded_once_and_a_look_that_fails_is_repeated(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from lastgood.client.output import JsonOutput, TextOutput
 from lastgood.coordinator import commands as cmd
@@ -13,6 +14,7 @@ from lastgood.coordinator.messages import MemberId
 from lastgood.coordinator.report import report
 from lastgood.coordinator.story import Story, stories
 from lastgood.storage.manifest import ShardRecord
+from lastgood.workers.member import Member
 from tests.unit.memory_world import shard
 from tests.unit.protocol_bench import ACTOR1, COMPONENTS, HOSTS, Bench
 
@@ -87,12 +89,13 @@ def test_both_outputs_tell_it(capsys: pytest.CaptureFixture[str]) -> None:
 class Weights(Bench):
     """A bench whose members' weights have the digests that are set."""
 
-    weights: str = "a"
+    weights: str = "a"  # a letter for every rank, or one for each
 
     def shards(self, node: str) -> tuple[ShardRecord, ...]:
         def one(member: MemberId, name: str) -> ShardRecord:
             record = shard(member, name, node)
-            return record.model_copy(update={"digest": self.weights * 64}) if name == "model" else record
+            digest = self.weights[min(member.rank, len(self.weights) - 1)] * 64
+            return record.model_copy(update={"digest": digest}) if name == "model" else record
 
         return tuple(one(m, name) for m in HOSTS[node] for name in COMPONENTS[m.role])
 
@@ -111,6 +114,24 @@ def test_weights_that_stand_still_over_optimizer_steps_raise_an_alarm() -> None:
     (alarm,) = bench.save(5, "a")
     assert "role actor at step 5" in alarm and "of step 2" in alarm and "stepped 3 times" in alarm
     assert bench.save(6, "b") == [] and bench.save(7, "a") == []
+
+
+def test_the_weights_of_one_rank_that_stand_still_are_noticed_when_they_have_moved_before() -> None:
+    bench = Weights()
+    assert bench.save(1, "aa") == [] and bench.save(2, "bb") == []
+    (alarm,) = bench.save(3, "cb")
+    assert "the weights model of actor:1 at step 3" in alarm and "of step 2" in alarm
+    frozen = Weights()  # the shard of rank 1 holds nothing that is trained
+    assert [frozen.save(step, weights) for step, weights in ((1, "aa"), (2, "ba"), (3, "ca"))] == [[], [], []]
+
+
+def test_only_what_an_optimizer_changes_is_watched() -> None:
+    torch.manual_seed(0)
+    policy, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    member = Member.of("actor", 0, 1, {"policy": policy, "reference": reference, "optimizer": optimizer})
+    assert member.weights == ("policy",)
+    member.close()
 
 
 @pytest.mark.parametrize("why", ["no step between", "restored", "no optimizer"])
