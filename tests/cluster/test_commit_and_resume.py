@@ -12,7 +12,7 @@ from lastgood.coordinator.actor import SHARE_BYTES
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
 from lastgood.workers.install import leave
-from tests.cluster.world import World, rank_state, until
+from tests.cluster.world import World, gone, rank_state, until
 
 
 def uninterrupted(world: World, steps: int) -> tuple[list[list[float]], list[str]]:
@@ -196,13 +196,6 @@ def test_save_total_limit_keeps_the_newest_and_deletes_the_rest_everywhere(world
     assert world.shards(4)
     assert world.shards(5)
     assert [c.step for c in world.run.checkpoints() if c.committed] == [5, 4]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("Z", "X")
-    except FileNotFoundError:
-        return True
 
 
 def shared_memory(name: str) -> Iterator[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,23 +14,8 @@ import pytest
 import lastgood
 from lastgood.coordinator.outcomes import StepOutcome
 from lastgood.storage import failpoints
-from tests.cluster.world import LIMIT_S, World, until
+from tests.cluster.world import LIMIT_S, World, node_of, stopped, until
 from tests.containment.disks import full, must, tmpfs
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The process stands still (SIGSTOP), and goes on afterwards."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def node_of(world: World, slot: int) -> str:
-    """The durable name of a node's staging directory."""
-    return (world.root / f"node-{slot}" / world.name / "node.json").read_text().split('"node":"')[1].split('"')[0]
 
 
 def points(node: str) -> dict[str, str | None]:

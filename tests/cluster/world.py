@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -297,21 +297,44 @@ class World:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+def _state(pid: int) -> str:
+    """The letter that the kernel gives a process's state; "X" once there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; its parent need not have looked yet."""
+    return _state(pid) in ("Z", "X")
+
+
 def kill(pid: int) -> None:
     """SIGKILL, and back once the process is gone."""
     handle = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
 
-        def gone() -> bool:
-            try:
-                return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("Z", "X")
-            except FileNotFoundError:
-                return True
-
-        until(gone, f"process {pid} gone")
+        until(lambda: gone(pid), f"process {pid} gone")
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still (SIGSTOP), and goes on afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: _state(pid) == "T", f"process {pid} stands still")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def node_of(world: World, slot: int) -> str:
+    """The durable name of a node's staging directory."""
+    return (world.root / f"node-{slot}" / world.name / "node.json").read_text().split('"node":"')[1].split('"')[0]
 
 
 def flip(path: Path, offset: int = -1) -> None:
