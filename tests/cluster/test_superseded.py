@@ -1,0 +1,63 @@
+"""What stood still (SIGSTOP) while another cluster took the run over, and then goes on: it changes nothing any more."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import lastgood
+from tests.cluster.test_two_clusters import second_cluster
+from tests.cluster.world import World, stopped, until
+
+
+def one_durable_step(world: World) -> None:
+    """A run of this process alone, which has one checkpoint and no deadline that could pass meanwhile."""
+    world.attach(save_freq=1, accept_deadline_s=3600, save_deadline_s=3600)
+    world.run.add_driver({"cursor": world.cursor})
+    world.run.resume()
+    world.run.end_step(1)
+    world.durable(1)
+
+
+def at_rest(root: Path) -> dict[str, str]:
+    """Every file below a root, with the digest of what is in it."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def told_to_stop(world: World) -> str:
+    """Waits until the coordinator knows that it was superseded; answers what it says of it."""
+    return until(lambda: world.run.status()["fenced"], "the first coordinator is fenced")
+
+
+def test_a_coordinator_that_was_superseded_while_it_stood_still_before_its_accepts_changes_nothing(
+    world: World, tmp_path: Path
+) -> None:
+    one_durable_step(world)
+    world.arm("coordinator.accept", "pause")
+    world.run.end_step(2)
+    world.fired("coordinator.accept")
+    first = world.hello()
+    with stopped(first["pid"]):
+        assert "leads from Restored(step=1" in second_cluster(world, "yes", tmp_path / "second.py")
+        before = at_rest(world.store)
+        local = at_rest(world.node_dirs()[0] / world.name)
+    assert f"epoch {first['epoch'] + 1} was claimed" in told_to_stop(world)
+    world.go("coordinator.accept")
+
+    def calls(actor: Any) -> int:
+        return len(actor._service.driver._tasks)
+
+    until(lambda: ray.get(world.coordinator().__ray_call__.remote(calls)) == 0, "what it was about to ask is over")
+    assert at_rest(world.store) == before
+    after = at_rest(world.node_dirs()[0] / world.name)
+    changed = {path for path in after.keys() | local.keys() if after.get(path) != local.get(path)}
+    assert all(path.startswith("records/") for path in changed), changed  # nothing is published there either
+    for call in (lambda: world.run.end_step(3), lambda: world.run.save(tag="late").wait("committed")):
+        with pytest.raises(lastgood.errors.FencedError, match=f"epoch {first['epoch']} has been replaced"):
+            call()
+    assert world.hello()["pid"] == first["pid"]
