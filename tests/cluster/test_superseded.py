@@ -10,6 +10,9 @@ import pytest
 import ray
 
 import lastgood
+from lastgood.storage.manifest import Latest, Manifest
+from lastgood.storage.verify import verify_attempt
+from lastgood.workers.stager_actor import find_stagers
 from tests.cluster.test_two_clusters import second_cluster
 from tests.cluster.world import World, stopped, until
 
@@ -61,3 +64,38 @@ def test_a_coordinator_that_was_superseded_while_it_stood_still_before_its_accep
         with pytest.raises(lastgood.errors.FencedError, match=f"epoch {first['epoch']} has been replaced"):
             call()
     assert world.hello()["pid"] == first["pid"]
+
+
+def test_a_stager_that_stood_still_in_mid_upload_while_the_run_was_taken_over_publishes_nothing(
+    world: World, tmp_path: Path
+) -> None:
+    one_durable_step(world)
+    world.arm("stager.upload.shard", "pause")
+    world.run.end_step(2)
+    world.fired("stager.upload.shard")
+    abandoned = world.committed(2).attempt
+    store = world.store / world.name
+    until(lambda: len(list((store / "ledger").iterdir())) == 2, "the store knows that step 2 was committed")
+    (pid,) = world.stager_pids().values()
+    with stopped(pid):
+        told = second_cluster(world, "yes", tmp_path / "second.py", steps=1)
+        assert "leads from Restored(step=1" in told and f"attempt {abandoned}" in told  # what is lost is named
+        told_to_stop(world)
+        before = at_rest(store)
+    world.go("stager.upload.shard")
+
+    def uploads(stager: Any) -> int:
+        return len(stager._uploads)
+
+    (stager,) = find_stagers(world.name)
+    until(lambda: ray.get(stager.__ray_call__.remote(uploads)) == 0, "the upload is over")
+    after = at_rest(store)
+    assert before.items() <= after.items()
+    shards = f"global_step_2/{abandoned}/"
+    assert all(path.startswith(shards) and path.endswith(".safetensors") for path in after.keys() - before.keys())
+    latest = Latest.from_bytes((store / "latest.json").read_bytes(), where="latest.json")
+    assert latest.global_step == 2 and latest.attempt != abandoned
+    place = store / "global_step_2" / latest.attempt
+    assert not verify_attempt(place, Manifest.from_bytes((place / "manifest.json").read_bytes(), where=str(place)))
+    with pytest.raises(lastgood.errors.FencedError):
+        world.run.end_step(3)

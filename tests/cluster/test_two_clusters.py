@@ -13,7 +13,7 @@ from tests.cluster.world import World, until
 
 SECOND = """
 import sys, ray, lastgood
-name, store, staging, takeover = sys.argv[1:]
+name, store, staging, takeover, steps = sys.argv[1:]
 ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
 try:
     run = lastgood.attach(name, store=store, staging=staging, heartbeat_s=0.5, takeover=takeover == "yes")
@@ -24,14 +24,19 @@ else:
     run.add_driver({"cursor": state})
     restored = run.resume(allow_changes=["actor.world_size", "actor"])
     print("leads from", restored)
+    for step in range(run.next_step, run.next_step + int(steps)):
+        run.end_step(step)
+    if int(steps):
+        run.close()
 """
 
 
-def second_cluster(world: World, takeover: str, script: Path) -> str:
+def second_cluster(world: World, takeover: str, script: Path, steps: int = 0) -> str:
+    """What a driver in a cluster of its own is told; it makes `steps` steps, all durable in the end, and is gone."""
     script.write_text(SECOND)
     staging = str(world.root / "second-staging")
     done = subprocess.run(
-        [sys.executable, str(script), world.name, str(world.store), staging, takeover],
+        [sys.executable, str(script), world.name, str(world.store), staging, takeover, str(steps)],
         capture_output=True,
         text=True,
         check=False,
