@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 import lastgood
 from lastgood.coordinator.actor import SHARE_BYTES
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
 from lastgood.workers.install import leave
+from lastgood.workers.stager_actor import find_stagers
 from tests.cluster.world import World, gone, rank_state, until
 
 
@@ -156,11 +159,62 @@ def test_ranks_that_come_back_on_other_nodes_get_their_shards_from_the_node_that
     world.run.resume()
     world.step(1)
     before = world.digests()
-    world.committed(1)
+    manifest = manifest_of(world, 1)
     world.new_ranks(seed=3, first_node=1)
     world.join()
+    stagers = {node: handle for handle in find_stagers(world.name) for node, _ in [ray.get(handle.identity.remote())]}
+    ray.get([stager.__ray_call__.remote(watch_reads) for stager in stagers.values()])
     assert world.run.resume().step == 1
     assert world.digests() == before
+
+    traffic = {node: ray.get(stager.__ray_call__.remote(traffic_of)) for node, stager in stagers.items()}
+    for node, (asked, served, from_store) in traffic.items():
+        (other,) = traffic.keys() - {node}
+        gone_from_here = {shard.path: shard.nbytes for shard in manifest.shards_of(node) if shard.role == "actor"}
+        came_here = [(other, shard.path) for shard in manifest.shards_of(other) if shard.role == "actor"]
+        assert sorted(asked) == sorted(came_here)  # each once, and nothing that another node's ranks need
+        assert not from_store
+        assert {path for path, *_ in served} == set(gone_from_here)
+        for path, nbytes in gone_from_here.items():
+            pieces = [(begin, got) for read, begin, got in served if read == path]
+            assert max(got for _, got in pieces) <= PIECE_BYTES
+            ends = [begin + got for begin, got in pieces]
+            # One after the other, each byte once, up to the empty piece at the end: nobody else was given any.
+            assert [begin for begin, _ in pieces] == [0, *ends[:-1]] and ends[-2:] == [nbytes, nbytes], (path, pieces)
+        assert len(served) > 2 * len(gone_from_here)  # most shards are longer than a piece
+
+
+PIECE_BYTES = 1500
+
+
+def watch_reads(stager: Any) -> None:
+    """Runs in a stager: pieces are small from now on, and what is asked of other nodes and served to them is noted."""
+    from lastgood.workers import finder
+
+    finder.READ_BYTES = PIECE_BYTES
+    here = stager._finder
+    read, peer_read, from_store = here.read, here._peer_read, here._fetch_from_store
+    stager.traffic = asked, served, stored = [], [], []
+
+    async def read_and_note(head: Any, path: str, begin: int, nbytes: int) -> bytes:
+        piece = await read(head, path, begin, nbytes)
+        served.append((path, begin, len(piece)))
+        return piece
+
+    def note_and_ask(node: str, head: Any, path: str) -> Any:
+        asked.append((node, path))
+        return peer_read(node, head, path)
+
+    async def note_and_fetch(head: Any, record: Any, place: Path) -> None:
+        stored.append(record.path)
+        await from_store(head, record, place)
+
+    here.read, here._peer_read, here._fetch_from_store = read_and_note, note_and_ask, note_and_fetch
+
+
+def traffic_of(stager: Any) -> Any:
+    """What watch_reads noted: (node, path) asked for; (path, begin, bytes) served; paths fetched from the store."""
+    return stager.traffic
 
 
 def test_resume_takes_a_step_the_newest_or_nothing_as_it_is_told(world: World) -> None:
