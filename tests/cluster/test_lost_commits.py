@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
+import pytest
 import ray
 
+import lastgood
 from lastgood.storage.manifest import LedgerEntry
 from lastgood.workers.install import leave
 from lastgood.workers.stager_actor import find_stagers
@@ -57,6 +60,16 @@ def end_everything(world: World) -> None:
         until(lambda pid=pid: gone(pid), f"process {pid} gone")
 
 
+def checkpoints_at_rest(world: World) -> dict[Path, bytes]:
+    """Every file of a checkpoint, and everything that points to one, on all nodes and in the store."""
+    places = [
+        place for root in (*world.node_dirs(), world.store) for place in (root / world.name).glob("global_step_*")
+    ]
+    hints = [root / world.name / "latest.json" for root in (*world.node_dirs(), world.store)]
+    files = [path for place in places for path in place.rglob("*")] + hints
+    return {path: path.read_bytes() for path in files if path.is_file()}
+
+
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_is_told_by_name_what_is_lost(world: World) -> None:
     loss, first = lose_the_newest_commit(world, "continue")
     restored = world.run.resume("auto")
@@ -68,3 +81,16 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_is_told_by_name_what
     world.durable(2)
     restored = world.run.resume("auto")
     assert (restored.step, restored.lost) == (2, ())
+
+
+def test_a_run_that_shall_not_lose_commits_is_refused_by_name_and_nothing_is_touched(world: World) -> None:
+    loss, _ = lose_the_newest_commit(world, "refuse")
+    live, before = world.digests(), checkpoints_at_rest(world)
+    for mode in ("auto", "latest"):
+        with pytest.raises(lastgood.errors.ResumeError, match="are lost") as caught:
+            world.run.resume(mode)
+        assert loss in str(caught.value) and "on_lost='continue'" in str(caught.value)
+        assert [loss in told for told in caught.value.lost] == [True]
+    assert world.digests() == live
+    assert checkpoints_at_rest(world) == before
+    assert world.run.resume(1).step == 1  # whoever names a step has decided
