@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+import ray
+
 from tests.cluster.world import World, gone, until
 
 DRIVER = """
@@ -63,3 +65,22 @@ def test_ranks_of_a_driver_that_dies_are_gone_while_the_coordinator_lives_and_th
     world.step(2)
     world.durable(2)
     assert (world.hello()["pid"], world.stager_pids()) == (told["coordinator"], told["stagers"])
+
+
+def test_ranks_that_a_driver_has_replaced_and_let_go_of_end_although_nobody_kills_them(world: World) -> None:
+    """Ray ends an actor when nobody has a handle to it: one that lastgood kept would keep the process and its GPU."""
+    world.start()
+    world.run.resume()
+    world.step(1)
+    world.committed(1)
+    before, pids = world.digests(), ray.get([rank.pid.remote() for rank in world.ranks])
+    coordinator, stagers = world.hello()["pid"], world.stager_pids()
+    world.ranks = []  # the run has handles still
+    world.new_ranks(seed=3)
+    assert not any(gone(pid) for pid in pids)
+    world.join()  # those of the new ranks from now on
+    for pid in pids:
+        until(lambda pid=pid: gone(pid), f"rank {pid} gone once nobody has a handle to it")
+    assert world.run.resume().step == 1
+    assert world.digests() == before
+    assert (world.hello()["pid"], world.stager_pids()) == (coordinator, stagers)
