@@ -17,9 +17,9 @@ from tests.cluster.test_two_clusters import second_cluster
 from tests.cluster.world import World, stopped, until
 
 
-def one_durable_step(world: World) -> None:
+def one_durable_step(world: World, **options: Any) -> None:
     """A run of this process alone, which has one checkpoint and no deadline that could pass meanwhile."""
-    world.attach(save_freq=1, accept_deadline_s=3600, save_deadline_s=3600)
+    world.attach(save_freq=1, accept_deadline_s=3600, save_deadline_s=3600, **options)
     world.run.add_driver({"cursor": world.cursor})
     world.run.resume()
     world.run.end_step(1)
@@ -64,6 +64,28 @@ def test_a_coordinator_that_was_superseded_while_it_stood_still_before_its_accep
         with pytest.raises(lastgood.errors.FencedError, match=f"epoch {first['epoch']} has been replaced"):
             call()
     assert world.hello()["pid"] == first["pid"]
+
+
+def test_a_superseded_coordinator_writes_nothing_to_the_store_although_no_heartbeat_has_told_it_yet(
+    world: World, tmp_path: Path
+) -> None:
+    one_durable_step(world, heartbeat_s=60)  # it looks for a newer one every five heartbeats
+    world.arm("coordinator.accept", "pause")
+    world.run.end_step(2)
+    world.fired("coordinator.accept")
+    with stopped(world.hello()["pid"]):
+        assert "leads from Restored(step=1" in second_cluster(world, "yes", tmp_path / "second.py")
+        before = at_rest(world.store)
+        world.go("coordinator.accept")  # what it does next is to commit step 2 on its nodes
+
+    def over() -> bool:
+        checkpoint = world.checkpoint(2)
+        return world.run.status()["fenced"] is not None or (checkpoint is not None and checkpoint.durable)
+
+    until(over, "the first coordinator has made step 2 durable, or was told to stop")
+    assert at_rest(world.store) == before
+    with pytest.raises(lastgood.errors.FencedError, match=r"epoch \d+ was claimed"):
+        world.run.end_step(3)
 
 
 def test_a_stager_that_stood_still_in_mid_upload_while_the_run_was_taken_over_publishes_nothing(
