@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..storage.errors import IntegrityError, StoreUnavailableError, UsageError
 from ..storage.ids import utc_text
-from ..storage.layout import RunPaths, parse_epoch_name
+from ..storage.layout import RunPaths, epochs_in
 from ..storage.manifest import Owner
 from ..storage.store import Store
 
@@ -78,8 +78,7 @@ class Ownership:
 
         Raises StoreUnavailableError when its own epoch is not there: then this is not the store (a mount was lost).
         """
-        keys = self._store.list(f"{self._paths.epochs}/")
-        epochs = [n for key in keys if (n := parse_epoch_name(key.rsplit("/", 1)[-1])) is not None]
+        epochs = epochs_in(self._store.list(f"{self._paths.epochs}/"))
         highest = max(epochs, default=0)
         if highest > epoch:
             newer = self._read()

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..storage.errors import AlreadyExistsError, IntegrityError, StoreError, StoreUnavailableError
-from ..storage.layout import COMPLETED, RunPaths, parse_step_name
+from ..storage.errors import AlreadyExistsError, FencedError, IntegrityError, StoreError, StoreUnavailableError
+from ..storage.layout import COMPLETED, RunPaths, epochs_in, parse_step_name
 from ..storage.manifest import Completed, Head, Latest, LedgerEntry, Manifest, Tombstone, read_completed
 from ..storage.store import Store
 
@@ -34,8 +34,9 @@ class Remote:
     """One run's part of the store, as the coordinator uses it. Every method blocks; run them in a thread."""
 
     def __init__(self, store: Store, run: str, now_utc: Callable[[], str], home: str | None = None) -> None:
-        """`home`: a key that stands wherever this run's store is (its epoch). Without it nothing is written: the empty
-        directory of a lost mount takes files too, and what is published there is in no store."""
+        """`home`: the key of the epoch that the coordinator claimed; it stands wherever this run's store is. Without it
+        nothing is written: the empty directory of a lost mount takes files too, and what is published there is in no
+        store. Nor is anything beside a higher one: a newer coordinator leads the run."""
         self._home = home
         self._store = store
         self._paths = RunPaths("", run)
@@ -87,16 +88,29 @@ class Remote:
         return data
 
     def _come_home(self) -> None:
-        if self._home is not None and self._store.find(self._home) is None:
+        if self._home is None:
+            return
+        (epoch,) = epochs_in([self._home])
+        epochs = epochs_in(self._store.list(f"{self._paths.epochs}/"))
+        if epoch not in epochs:
             raise StoreUnavailableError(
                 f"{self._home} is not in the store {self._store.url} any more, so this is not the place that this "
                 "coordinator has begun to write to: is its file system still mounted? Nothing was written. What is "
                 "committed stands on the nodes and is uploaded when it is back.",
                 key=self._home,
             )
+        if max(epochs) > epoch:  # its heartbeat would find out too, but this write comes first
+            raise FencedError(
+                f"epoch {max(epochs)} was claimed in the store by a newer coordinator",
+                epoch=epoch,
+                highest_epoch=max(epochs),
+            )
 
     def write_ledger(self, completed: Completed) -> None:
-        """Notes the commit in the store. May be repeated. Raises StoreUnavailableError when the store is not there."""
+        """Notes the commit in the store. May be repeated.
+
+        Raises StoreUnavailableError when the store is not there, FencedError when a newer coordinator leads the run.
+        """
         self._come_home()
         entry = LedgerEntry(
             run=completed.run,
@@ -125,7 +139,7 @@ class Remote:
         `manifest`: what the bytes say, for a caller that has read them.
 
         Raises StoreError with `missing_nodes` when objects are absent or of another length, with `collected` when a
-        tombstone stands in COMPLETED's place.
+        tombstone stands in COMPLETED's place, FencedError when a newer coordinator leads the run.
         """
         self._come_home()
         if manifest is None:

@@ -12,6 +12,7 @@ files under the staging directory. Every name that becomes part of a key matches
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import IntegrityError, OptionsError
@@ -140,6 +141,12 @@ def parse_ledger_name(name: str) -> tuple[int, int] | None:
 def parse_epoch_name(name: str) -> int | None:
     """The number of an epoch object's name; None when it is not one."""
     return int(name) if _EPOCH.fullmatch(name) else None
+
+
+def epochs_in(keys: Iterable[str]) -> frozenset[int]:
+    """The epochs that keys of the store name."""
+    numbers = (parse_epoch_name(key.rsplit("/", 1)[-1]) for key in keys)
+    return frozenset(number for number in numbers if number is not None)
 
 
 class RunPaths:

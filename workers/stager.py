@@ -35,6 +35,7 @@ from ..coordinator.ports import WAITED_FOR
 from ..storage.digest import BlockDigests
 from ..storage.errors import (
     DeadlineError,
+    FencedError,
     LastgoodError,
     SnapshotError,
     StagingError,
@@ -44,6 +45,7 @@ from ..storage.errors import (
 from ..storage.files import staging_error
 from ..storage.ids import ulid
 from ..storage.lanes import Lane
+from ..storage.layout import epochs_in
 from ..storage.manifest import Completed, ShardRecord
 from ..storage.store import Store
 from .copies import Copies
@@ -313,7 +315,15 @@ class Stager:
             raise StagingError(
                 f"node {self.node} has no staged shards of attempt {head.attempt} to upload", node=self.node
             )
-        await self._look_at_store(epoch)
+        highest = await self._look_at_store(epoch)
+        if highest > epoch:  # of another cluster: no hello of it has come here
+            raise FencedError(
+                f"epoch {highest} was claimed in the store by a newer coordinator. Node {self.node} uploads nothing "
+                f"for epoch {epoch}.",
+                epoch=epoch,
+                highest_epoch=highest,
+                node=self.node,
+            )
         for record in staged:
             key = self._disk.paths.shard(head.step, head.attempt, record.path)
             place = self._disk.paths.place(key)
@@ -373,10 +383,13 @@ class Stager:
             await self._look_at_store(epoch)
             self._seen_epoch = epoch
 
-    async def _look_at_store(self, epoch: int) -> None:
-        """Raises StoreError unless the epoch's object stands: the directory of a lost mount takes files as well."""
+    async def _look_at_store(self, epoch: int) -> int:
+        """The highest epoch there. Raises StoreError unless this one's object stands: the directory of a lost mount
+        takes files as well."""
         key = self._disk.paths.epoch(epoch)
-        if await self._at_store(f"looking for {key}", self._store.find, key) is None:
+        folder = f"{self._disk.paths.epochs}/"
+        epochs = await self._at_store(f"looking for {key}", lambda: epochs_in(self._store.list(folder)))
+        if epoch not in epochs:
             raise StoreError(
                 f"node {self.node} ({self._config.address}) does not see {key} in the store {self._store.url}, which "
                 "the coordinator has written there: the path is not the same place on every node, or its file system "
@@ -384,6 +397,7 @@ class Stager:
                 "nodes.",
                 node=self.node,
             )
+        return max(epochs)
 
     async def door(self) -> str:
         """The folder of its socket, for a coordinator on the same node. Raises StagingError when there can be none."""

@@ -11,7 +11,7 @@ from lastgood.coordinator import commands as cmd
 from lastgood.coordinator.messages import AttemptHead, MemberId, RoleDeclaration, SaveKind
 from lastgood.coordinator.remote import Remote
 from lastgood.coordinator.runner import build_manifest
-from lastgood.storage.errors import AlreadyExistsError, StoreError
+from lastgood.storage.errors import AlreadyExistsError, FencedError, StoreError
 from lastgood.storage.manifest import Completed, Latest, Manifest, Tombstone
 from lastgood.storage.store import FileStore, Store
 from tests.unit.memory_world import PATHS, MemoryStore, content, shard
@@ -157,3 +157,19 @@ def test_votes_that_make_no_manifest_are_refused_by_the_model_too() -> None:
     )
     with pytest.raises(ValueError, match="members"):
         build_manifest(dataclasses.replace(draft, shards=manifest.shards[:1], participants=("n1",)), NOW, {})
+
+
+def test_beside_a_higher_epoch_nothing_is_written(store: Store) -> None:
+    remote = Remote(store, "run", lambda: NOW, home=PATHS.epoch(2))
+    completed, data = checkpoint(5, 1, epoch=2)
+    upload(store, data)
+    for epoch in (1, 2, 3):
+        store.create_exclusive(PATHS.epoch(epoch), b"claimed")
+    before = store.list("")
+    for write in (lambda: remote.write_ledger(completed), lambda: remote.complete(completed, data)):
+        with pytest.raises(FencedError, match="epoch 3 was claimed in the store by a newer coordinator"):
+            write()
+    assert store.list("") == before
+    store.delete_many([PATHS.epoch(3)])
+    remote.write_ledger(completed)
+    remote.complete(completed, data)

@@ -210,6 +210,19 @@ def test_every_call_of_a_coordinator_refuses_the_past(node: Node) -> None:
     assert [path.name for path in (node.root / "staging/run").iterdir() if path.is_dir() and "step" in path.name] == []
 
 
+def test_nothing_is_uploaded_for_a_coordinator_beside_whose_epoch_the_store_has_a_higher_one(
+    node: Node, agent: Agent
+) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    node.claim(2)  # by a coordinator of another cluster, which says hello to its own stagers only
+    with pytest.raises(FencedError, match="epoch 2 was claimed in the store"):
+        node.call("upload", 1, head())
+    assert not list((node.root / "store").rglob("*.safetensors"))
+
+
 def test_an_agent_refuses_orders_of_the_past(node: Node, agent: Agent) -> None:
     agent.add(Member.of("actor", 0, 1, training()), "m1")
     node.call("mark", 5, 1, 30.0)
