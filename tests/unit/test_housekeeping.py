@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, cast
+
+import pytest
 
 from lastgood.coordinator.commands import Announce
 from lastgood.coordinator.housekeeping import Housekeeping
@@ -13,7 +16,7 @@ from lastgood.coordinator.options import Options
 from lastgood.coordinator.ownership import Ownership
 from lastgood.coordinator.policies import Decision
 from lastgood.coordinator.ports import StagerPort
-from lastgood.storage.errors import StagingError
+from lastgood.storage.errors import FencedError, StagingError
 from lastgood.storage.lanes import Lane
 from tests.unit.memory_world import Scene, manual, run
 
@@ -133,6 +136,24 @@ def test_a_hello_that_was_overtaken_by_a_commit_does_not_hide_it() -> None:
         answer_now.set()
         await hearing
         assert [c.step for c in driver.checkpoints()] == [1]
+        await driver.stop()
+
+    run(scene())
+
+
+def test_a_coordinator_that_was_superseded_collects_nothing() -> None:
+    async def scene() -> None:
+        s = Scene()
+        driver = await s.ready()
+        await saved(driver, 1, 2)
+        keeping = housekeeping(s, driver)
+        with pytest.raises(FencedError):
+            driver.fence("epoch 2 was claimed in the store by a newer coordinator")
+        before = s.store.list("")
+        with contextlib.suppress(FencedError):
+            await keeping._collect()
+        assert s.store.list("") == before
+        assert [sorted(port.staged) for port in s.ports.values()] == [["e1-1", "e1-2"], ["e1-1", "e1-2"]]
         await driver.stop()
 
     run(scene())
