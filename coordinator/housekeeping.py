@@ -123,8 +123,11 @@ class Housekeeping:
     async def _collect(self) -> None:
         """Deletes what retention lets go: in the store first, then on every node; always tombstone before files.
 
-        Only once this incarnation has committed: a run that is about to rewind may need any of them.
+        Only once this incarnation has committed: a run that is about to rewind may need any of them. Raises FencedError
+        once a newer coordinator leads the run.
         """
+        if self._led.core.fenced is not None:
+            self._led.fence(self._led.core.fenced)  # raises: whoever took over decides what is kept
         if not self._has_committed or self._resumes:
             return
         for node, heads in self._led.leftovers().items():  # they were away when these were collected
