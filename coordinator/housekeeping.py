@@ -149,13 +149,21 @@ class Housekeeping:
             log.info("step %d (attempt %s) collected: %s", head.step, head.attempt, reason)
 
     async def _collect_in_store(self, head: AttemptHead, reason: str) -> bool:
-        """The store's part; False when the store does not let it be done now."""
-        collect = functools.partial(collect_remotely, self._store, self._paths, head, reason)
+        """The store's part; False when the store does not let it be done now. Raises FencedError."""
+
+        def collect() -> str | None:
+            superseded = self._ownership.beat(self._epoch)
+            if superseded is None:
+                collect_remotely(self._store, self._paths, head, reason)
+            return superseded
+
         try:
-            await self._at_store(f"collecting step {head.step}", collect)
+            superseded = await self._at_store(f"collecting step {head.step}", collect)
         except StoreError as error:
             log.warning("step %d (attempt %s) stays in the store for now: %s", head.step, head.attempt, error)
             return False
+        if superseded is not None:
+            self._led.fence(superseded)  # raises: whoever took over decides what is kept
         return True
 
     async def _collect_at(self, node: str, head: AttemptHead, reason: str) -> None:
