@@ -23,6 +23,7 @@ from lastgood.coordinator.messages import (
     NodeSnapshot,
     RecordState,
     RoleDeclaration,
+    SaveRequest,
     SnapshotOrder,
 )
 from lastgood.storage.digest import BlockDigests
@@ -157,6 +158,9 @@ class FleetPort:
     async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
         self._count("reopen")
         return self._fleet.snapshot(self.node, step, 0)
+
+    async def remember(self, epoch: int, requests: Sequence[SaveRequest]) -> None:
+        self._count("remember")
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         self._count("close_window")

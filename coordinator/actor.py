@@ -147,6 +147,9 @@ class RayStagerPort:
     async def reopen(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
         return await self._ask("reopen", epoch, step, deadline_s, limit_s=deadline_s + CALL_S)
 
+    async def remember(self, epoch: int, requests: Sequence[SaveRequest]) -> None:
+        await self._ask("remember", epoch, requests)
+
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         await self._ask("close_window", epoch, deadline_s, limit_s=deadline_s + CALL_S)
 

@@ -120,6 +120,7 @@ class Inventory:
     marked_step: int | None = None  # the step that ended last, as its members here were told
     granted: Grant | None = None  # of a member-led run: the highest that was passed on here
     processes: int = 0  # live processes that are registered, the driver's counted even before it has members
+    requests: tuple[SaveRequest, ...] = ()  # saves that were asked for and were not over when it last heard of them
 
 
 class SaveKind(enum.Enum):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..storage.errors import FencedError
 from .driver import Driver
-from .messages import Inventory, MemberInfo, RoleDeclaration
+from .messages import Inventory, MemberInfo, RoleDeclaration, SaveRequest
 from .outcomes import Missing
 from .ports import Discover, StagerPort
 from .runner import answer_within
@@ -36,6 +36,7 @@ class Nodes:
         self.incarnations: dict[str, str] = {}  # of their stagers
         self.silent: set[str] = set()  # nodes whose stagers did not answer the last hello
         self.marked_steps: set[int | None] = set()  # of the nodes with members, at boot
+        self.wishes: dict[str, SaveRequest] = {}  # saves that an earlier coordinator had taken in, by id
         self.ending = False  # stagers that do not answer are no news any more
         self._discover = discover
         self._led = led
@@ -103,6 +104,7 @@ class Nodes:
             self.processes[answer.node] = answer.processes
             self.incarnations[answer.node] = answer.incarnation
             self._hear(answer)
+            self.wishes.update({request.request_id: request for request in answer.requests})
             if answer.members:
                 self.marked_steps.add(answer.marked_step)
             for info in answer.members:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..storage.manifest import Completed, ShardRecord
-from .messages import AttemptHead, Grant, Inventory, NodeSnapshot, RecordState, RoleDeclaration, SnapshotOrder
+from .messages import (
+    AttemptHead,
+    Grant,
+    Inventory,
+    NodeSnapshot,
+    RecordState,
+    RoleDeclaration,
+    SaveRequest,
+    SnapshotOrder,
+)
 from .restore import RestorePort
 
 WAITED_FOR = ("mark", "reopen", "close_window", "pause", "release", "snapshot", "copying")  # by training: it stands
@@ -39,6 +48,10 @@ class ParticipantPort(Protocol):
 
         Raises WindowClosedError when a member has begun its next update.
         """
+        ...
+
+    async def remember(self, epoch: int, requests: Sequence[SaveRequest]) -> None:
+        """Keeps these in memory for the next coordinator, in place of those before: saves that are not over."""
         ...
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:

@@ -56,6 +56,7 @@ from .runner import answer_within
 from .story import Story
 from .telling import Telling
 from .versions import versions
+from .wishes import Wishes
 
 log = logging.getLogger("lastgood.coordinator")
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class Service:
         self.driver: Driver | None = None
         self._housekeeping: Housekeeping | None = None  # these once it has booted
         self._resuming: Resuming | None = None
+        self._wishes: Wishes | None = None
         self.telling = Telling(lambda: self._led, self.newest)
         self.member_led = MemberLed(self)
         self.nodes = Nodes(discover, lambda: self._led, self.member_led.hear, options.heartbeat_s)
@@ -140,11 +142,14 @@ class Service:
             options, self._store, self._store_lane, self._ownership, self.driver, self.nodes.ports
         )
         self._resuming = Resuming(options, self.driver, self.nodes)
-        self.driver.on_announce += [self._housekeeping.hear, self.telling.hear]
+        self._wishes = Wishes(self.nodes.ports, self.epoch, self.background)
+        self.driver.on_announce += [self._housekeeping.hear, self.telling.hear, self._wishes.hear]
         await self.nodes.meet(ports)
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
+        for request in list(self.nodes.wishes.values()):
+            await self.save(request)
         self.background(self._watch_over())
         self.background(self._housekeeping.run())
         if options.save_on_preemption:
@@ -329,8 +334,11 @@ class Service:
     async def save(self, request: SaveRequest) -> SaveOutcome:
         """Takes a request in; see Driver.save."""
         log.info("save requested by %s: %s (%s)", request.requested_by, request.reason, request.request_id)
+        assert self._wishes is not None, "boot makes it"
+        self._wishes.note(request)
         outcome = await self._led.save(request)
         self.member_led.wake()
+        await self._wishes.keep(request)
         return outcome
 
     async def wait(self, request_id: str, state: SaveState, timeout_s: float) -> SaveOutcome:

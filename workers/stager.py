@@ -28,6 +28,7 @@ from ..coordinator.messages import (
     NodeSnapshot,
     RecordState,
     RoleDeclaration,
+    SaveRequest,
     SnapshotOrder,
 )
 from ..coordinator.node_socket import SocketServer
@@ -89,6 +90,7 @@ class Stager:
         self._released: deque[str] = deque(maxlen=1000)  # attempts that were released
         self._epoch_lock = asyncio.Lock()
         self._marked_step: int | None = None
+        self._requests: tuple[SaveRequest, ...] = ()  # saves that are not over
         self._granted: Grant | None = None  # the highest that was passed on
         self._deliveries: set[asyncio.Task[None]] = set()
         self._seen_epoch = 0  # in the store
@@ -143,6 +145,7 @@ class Stager:
             marked_step=self._marked_step,
             processes=self._processes.count(),
             granted=self._granted,
+            requests=self._requests,
         )
 
     def _members(self) -> tuple[MemberInfo, ...]:
@@ -180,6 +183,10 @@ class Stager:
             self._hosts(), lambda members: _order(kind, epoch, deadline_s, members, step=step)
         )
         return NodeSnapshot(self.node, _reports(answers))
+
+    async def remember(self, epoch: int, requests: Sequence[SaveRequest]) -> None:
+        await self._heed(epoch)
+        self._requests = tuple(requests)
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         await self._heed(epoch)

@@ -163,6 +163,7 @@ class MemoryPort:
         self.incarnation = 1
         self.process = 1
         self.declarations: tuple[RoleDeclaration, ...] = ()
+        self.requests: tuple[SaveRequest, ...] = ()
         self.images: dict[str, tuple[MemberReport, ...]] = {}
         self.staged: dict[str, tuple[ShardRecord, ...]] = {}
         self.heads: dict[str, AttemptHead] = {}
@@ -217,7 +218,15 @@ class MemoryPort:
                     manifest,
                 )
             )
-        return Inventory(self.node, str(self.incarnation), self.epoch, self.infos(), tuple(attempts), self.declarations)
+        return Inventory(
+            self.node,
+            str(self.incarnation),
+            self.epoch,
+            self.infos(),
+            tuple(attempts),
+            self.declarations,
+            requests=self.requests,
+        )
 
     async def mark(self, epoch: int, step: int, deadline_s: float) -> NodeSnapshot:
         await self._pass("mark", epoch)
@@ -229,6 +238,10 @@ class MemoryPort:
         if self.updating or step != self.step:
             raise WindowClosedError(f"{self.node} is in an update")
         return NodeSnapshot(self.node, tuple(MemberReport(m, step, self.updates, COMPONENTS) for m in self.members))
+
+    async def remember(self, epoch: int, requests: Sequence[SaveRequest]) -> None:
+        await self._pass("remember", epoch)
+        self.requests = tuple(requests)
 
     async def close_window(self, epoch: int, deadline_s: float) -> None:
         await self._pass("close_window", epoch)
