@@ -56,7 +56,7 @@ simulation: setup  ## the protocol under simulated crashes: under a minute
 store: setup  ## one conformance suite over all stores
 	$(BIN)/python -m pytest -q tests/store
 
-crash: setup  ## a kill and a power loss at every file operation: about a minute
+crash: setup  ## a kill, a power loss and errors at every file operation: two minutes
 	$(BIN)/python -m pytest -q tests/crash
 
 containment: setup  ## full, read-only, frozen and lost disks, stalled members: under a minute; mounts need root

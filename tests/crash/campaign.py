@@ -212,14 +212,14 @@ class Campaign:
         self.tally.cpu_s = _cpu_s() - began
         return self.tally
 
-    def _place(self, tree: Tree) -> _Fresh:
-        return _Fresh(self._folder / "disks", self._folder / "images", tree)
+    def _place(self, tree: Tree) -> Fresh:
+        return Fresh(self._folder / "disks", self._folder / "images", tree)
 
     def _judged(self, where: str) -> _Judged:
         return _Judged(where, self.tally, self._until)
 
 
-class _Fresh:
+class Fresh:
     """Disks with this tree on them, for the time of a with block."""
 
     def __init__(self, root: Path, images: Path, tree: Tree) -> None:

@@ -34,6 +34,7 @@ class Heard:
     operations: list[Operation] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)  # see operations.Layer
     audited: list[str] = field(default_factory=list)
+    answer: Any = None  # of other work than a telling
     trouble: str | None = None
 
 

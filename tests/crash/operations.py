@@ -187,9 +187,11 @@ class Layer:
         ):
             raise AssertionError(f"a direct write of {len(data)} bytes at {at}, not of whole pages: a disk refuses it")
 
-        def half() -> None:  # its process ends with it, so the mode of the file does not matter any more
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            write(fd, memoryview(data)[: len(data) // 2])
+        def half() -> int:
+            part = memoryview(data)[: len(data) // 2]
+            if len(part) % PAGE_BYTES:  # no direct write does this: the process must end, or the write fail, after it
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            return write(fd, part)
 
         return self._see(
             Operation("write", place, at=at, data=bytes(data), direct=direct), lambda: write(fd, data), half

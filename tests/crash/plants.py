@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lastgood.storage import files, store
+from lastgood.storage.errors import StagingError
 from lastgood.workers import disk, staging
 
 
@@ -80,7 +82,69 @@ PLANTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _swallows() -> None:
+    """Whether a directory was synced is not looked at."""
+    real = files.fsync_dir
+
+    def careless(path: Path) -> None:
+        with contextlib.suppress(OSError):
+            real(path)
+
+    files.fsync_dir = disk.fsync_dir = careless
+
+
+def _bare() -> None:
+    """Errors of the operating system come as they are."""
+
+    @contextlib.contextmanager
+    def careless(action: str, path: Path, on_error: Any) -> Any:
+        yield
+
+    files.translated = disk.translated = careless
+
+
+def _keeps_temporaries() -> None:
+    """What a write that failed has made stays."""
+    real = files._write_temporary
+
+    def careless(path: Path, data: bytes) -> Path:
+        removing, files.remove_quietly = files.remove_quietly, lambda path: False
+        try:
+            return real(path, data)
+        finally:
+            files.remove_quietly = removing
+
+    files._write_temporary = careless
+
+
+def _keeps_attempts() -> None:
+    """An attempt that failed is not cleaned."""
+    disk.NodeDisk.discard = lambda self, head: None
+
+
+def _no_names() -> None:
+    """The error of a shard's write does not say which."""
+    real = staging.write_image
+
+    def careless(buffer: memoryview, path: Path, **named: Any) -> Any:
+        try:
+            return real(buffer, path, **named)
+        except StagingError as error:
+            raise StagingError(f"the disk says {errno.errorcode[error.errno]}", errno=error.errno) from error
+
+    staging.write_image = careless
+
+
+ERROR_PLANTS: dict[str, Callable[[], None]] = {
+    "an error of a directory's fsync is swallowed": _swallows,
+    "an error of the operating system is told as it comes": _bare,
+    "the temporary file of a failed write stays": _keeps_temporaries,
+    "the files of a failed attempt stay": _keeps_attempts,
+    "a failed write of a shard does not say which": _no_names,
+}
+
+
 def plant(name: str | None) -> None:
     """Plants a bug in this process, for good."""
     if name is not None:
-        PLANTS[name]()
+        (PLANTS | ERROR_PLANTS)[name]()
