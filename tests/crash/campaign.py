@@ -13,7 +13,7 @@ import copy
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tests.crash.journal import Mark, known_after
 from tests.crash.judge import Broken, Judge, hold
 from tests.crash.operations import Operation
 from tests.crash.recovery import recover
+from tests.crash.standing import Standing
 from tests.crash.story import CHAPTERS
 
 NAMES = ("link", "rename", "mkdir")  # after one of these, a name is seen that a power loss may take
@@ -66,6 +67,7 @@ class Recorded:
     operations: list[Operation]
     marks: list[Mark]
     heard: Heard
+    standing: Standing
 
 
 class Campaign:
@@ -106,21 +108,23 @@ class Campaign:
             if joined(disks.kept()) != end:
                 raise Broken(f"{chapter}: the layer has not seen everything: {_difference(joined(disks.kept()), end)}")
             self.tally.operations.update(operation.kind for operation in heard.operations)
-            yield Recorded(chapter, start, heard.operations, heard.marks, heard)
+            standing = Standing(split(start), self.judge.look(split(start)))
+            yield Recorded(chapter, start, heard.operations, heard.marks, heard, standing)
             start = end
 
     # -- kills
 
-    def kill(self, chapter: Recorded, number: int) -> None:
-        """Kills the chapter at every operation."""
+    def kill(self, chapter: Recorded, number: int, at: Callable[[Operation], bool] = lambda operation: True) -> None:
+        """Kills the chapter at every operation, or at those only."""
         disks = Disks(chapter.start)
         for done, operation in enumerate(chapter.operations, 1):
-            if operation.kind == "write":
+            if operation.kind == "write" and at(operation):
                 halved = copy.deepcopy(disks)
                 halved.apply(_half(operation))
                 self._kill(chapter, number, done, halved.kept(), half=True)
             disks.apply(operation)
-            self._kill(chapter, number, done, disks.kept(), half=False)
+            if at(operation):
+                self._kill(chapter, number, done, disks.kept(), half=False)
 
     def _kill(self, chapter: Recorded, number: int, done: int, expected: dict[str, Tree], *, half: bool) -> None:
         where = f"{chapter.chapter}, killed {'within' if half else 'after'} operation {done} ({_name(chapter, done)})"
@@ -134,6 +138,7 @@ class Campaign:
             self.tally.kills += 1
             views = self.judge.look(trees)
             hold(trees, heard.marks)
+            chapter.standing.hold(trees, views, heard.marks)
             if (self.tally.kills + number) % self._every == 0:
                 recover(place, self.judge, views)
                 self.tally.recoveries += 1
@@ -163,6 +168,7 @@ class Campaign:
             self.tally.images += 1
             views = self.judge.look(trees)
             hold(trees, marks)
+            chapter.standing.hold(trees, views, marks)
             if self.tally.images % (5 * self._every) == 0:
                 with self._place(joined(trees)) as place:
                     recover(place, self.judge, views)
@@ -193,8 +199,9 @@ class Campaign:
                 if at in ends:
                     judged.append(f"power lost after its operation {at}")
                     trees = disks.lost()
-                    self.judge.look(trees)
-                    hold(trees, [*before, *known_after(heard.marks, at)])
+                    views, marks = self.judge.look(trees), [*before, *known_after(heard.marks, at)]
+                    hold(trees, marks)
+                    chapter.standing.hold(trees, views, marks)
                     self.tally.images += 1
             if joined(disks.kept()) != read_tree(place.root):
                 raise Broken("the layer has not seen everything")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lastgood.storage import files, store
 from lastgood.storage.errors import StagingError
+from lastgood.storage.layout import COMPLETED
+from lastgood.storage.manifest import Completed
 from lastgood.workers import disk, staging
 
 
@@ -144,7 +147,50 @@ ERROR_PLANTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _points_first() -> None:
+    """A node's pointers move before COMPLETED stands there."""
+    real = disk.NodeDisk.publish
+
+    def careless(self: disk.NodeDisk, completed: Completed, manifest: bytes) -> None:
+        self._publish_pointers(completed)
+        real(self, completed, manifest)
+
+    disk.NodeDisk.publish = careless
+
+
+def _replaces() -> None:
+    """A step that is saved again takes the place of what stood."""
+    real = disk.NodeDisk.publish
+
+    def careless(self: disk.NodeDisk, completed: Completed, manifest: bytes) -> None:
+        mine = self.paths.place(self.paths.attempt_dir(completed.step, completed.attempt))
+        for folder in sorted(mine.parent.iterdir()):
+            if folder != mine and folder.is_dir():
+                shutil.rmtree(folder)
+        real(self, completed, manifest)
+
+    disk.NodeDisk.publish = careless
+
+
+def _points_once() -> None:
+    """The pointer of a step never moves to another commit of it."""
+    real = disk.replace_durably
+
+    def careless(path: Path, data: bytes) -> None:
+        if path.name != COMPLETED or not path.exists():
+            real(path, data)
+
+    disk.replace_durably = careless
+
+
+AGAIN_PLANTS: dict[str, Callable[[], None]] = {
+    "pointers move before COMPLETED stands": _points_first,
+    "a step that is saved again replaces what stood": _replaces,
+    "a step's pointer never moves again": _points_once,
+}
+
+
 def plant(name: str | None) -> None:
     """Plants a bug in this process, for good."""
     if name is not None:
-        (PLANTS | ERROR_PLANTS)[name]()
+        (PLANTS | ERROR_PLANTS | AGAIN_PLANTS)[name]()

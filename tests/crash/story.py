@@ -20,7 +20,9 @@ from tests.crash.journal import Journal
 FIRST = AttemptHead("A1", 1, 1, 1)
 REFUSED = AttemptHead("A2", 2, 1, 2)
 SECOND = AttemptHead("A3", 2, 2, 3)  # step 2 again, by another coordinator
+AGAIN = AttemptHead("A4", 2, 3, 4)  # step 2 once more after a rewind, although it is committed
 NEXT = AttemptHead("A9", 9, 9, 9)
+SAVED_AGAIN = "a committed step is saved again"
 
 
 class Teller:
@@ -125,7 +127,7 @@ class Teller:
             await asyncio.to_thread(collect_remotely, self.place.store, PATHS, head, "retention")
         for node in NODES:
             with self.journal.call("collect", node=node, head=head):
-                await self.stagers.of[node].collect(2, head, "retention")
+                await self.stagers.of[node].collect(3, head, "retention")
 
     async def fetch(self, head: AttemptHead) -> None:
         """A resume on the other node: a shard comes from the store into the node's directory, and goes again."""
@@ -135,7 +137,7 @@ class Teller:
         with self.journal.call("fetch", node="n2"):
             assert await of["n2"].locate(head, record, (), None) is not None
         with self.journal.call("forget", node="n2"):
-            await of["n2"].forget(2)
+            await of["n2"].forget(3)
 
 
 async def _first(teller: Teller) -> None:
@@ -153,8 +155,13 @@ async def _second(teller: Teller) -> None:
     await teller.save(SECOND)
 
 
+async def _again(teller: Teller) -> None:
+    await teller.begin(3)
+    await teller.save(AGAIN)
+
+
 async def _collected(teller: Teller) -> None:
-    await teller.begin(2)
+    await teller.begin(3)
     await teller.fetch(SECOND)
     await teller.collect(FIRST)
 
@@ -163,6 +170,7 @@ CHAPTERS: dict[str, Callable[[Teller], Awaitable[None]]] = {
     "the first save": _first,
     "a refused save": _refused,
     "a save of a second coordinator": _second,
+    SAVED_AGAIN: _again,
     "a resume and a collection": _collected,
 }
 
