@@ -1,6 +1,7 @@
 """What starting again makes of the disks: the real stagers sweep, a real coordinator recovers by the protocol's table.
 
-After it nothing may be left that nobody owns, and every attempt is a whole checkpoint everywhere or nothing anywhere.
+After it nothing may be left that nobody owns, every attempt is a whole checkpoint everywhere or nothing anywhere, and
+pointers lead to the newest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lastgood.storage.manifest import Manifest, Tombstone
 from tests.crash.cluster import COMMITTED_AT, NODES, PATHS, RUN, Place, Stagers
 from tests.crash.disk_model import read_tree, split
 from tests.crash.judge import ROOTS, STORE, Broken, Judge, Root, View, nobodys
+from tests.crash.standing import lead_to_the_newest
 
 WAIT_S = 60.0
 
@@ -49,6 +51,7 @@ def recover(place: Place, judge: Judge, before: dict[str, View]) -> None:
     newest = max(((h.epoch, h.sequence, a) for a, h in after[STORE].committed.items()), default=None)
     if (usable[0] if usable else None) != (newest[2] if newest else None):
         raise Broken(f"a resume is offered {usable}, and the newest whole checkpoint is {newest}")
+    lead_to_the_newest(trees, after)
     for name in trees:
         nobodys(name, place.root / name / ROOTS[name], everywhere)
 

@@ -1,7 +1,7 @@
 """What stood before a chapter stands after its crash, and pointers lead to whole commits and never back.
 
 A step may have two commits: saved, rewound, saved again. Both stand until retention lets one go; its pointer leads to
-one of them at every moment.
+one of them at every moment, and to the newer one once everything has started again.
 """
 
 from __future__ import annotations
@@ -71,3 +71,16 @@ class Standing:
 
 def _goes(told: Told, attempt: str, name: str) -> bool:
     return told.begun("collect remotely", attempt) if name == STORE else told.going(attempt, name)
+
+
+def lead_to_the_newest(trees: Trees, views: Mapping[str, View]) -> None:
+    """Raises Broken unless every pointer leads to the newest commit that it may lead to, as after a recovery."""
+    for name, tree in trees.items():
+        now = lead_to_commits(Root(name, tree), views[name])
+        owed: dict[str, Head] = {}
+        for head in sorted(views[name].committed.values(), key=order):
+            owed[PATHS.pointer(head.step)] = owed[PATHS.latest] = head
+        for at, head in owed.items():
+            if at not in now or now[at].attempt != head.attempt:
+                leads = f"leads to {now[at].attempt}" if at in now else "is not there"
+                raise Broken(f"{name}: {at} {leads} after the recovery, and {head.attempt} is the newest")
