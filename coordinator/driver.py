@@ -140,6 +140,7 @@ class Driver(Engine):
         """
         self._check_alive()
         told = list(await self._look_at_store())
+        told += await self._forward_pointers()
         known = {node for entry in self._survey.ledger for node in entry.nodes}
         known |= {node for attempt in self.core.attempts.values() for node in attempt.participants}
         self._feed(ev.RecoveryBegun(frozenset(expected_nodes) | known))
@@ -161,6 +162,18 @@ class Driver(Engine):
         self._learn(survey)
         self._feed(ev.StoreSurveyed(_heads(survey.completed), _heads(survey.ledger)))
         return list(survey.problems)
+
+    async def _forward_pointers(self) -> list[str]:
+        """The store's pointers follow its commits; whoever made those may have died in between."""
+        if self._remote is None or not self._survey.completed:
+            return []
+        forward = functools.partial(self._remote.forward_pointers, self._survey.completed)
+        try:
+            limit_s = self.settings.deadlines.remote_s
+            await answer_within(self._blocking(forward), limit_s, "the store", "its pointers")
+        except (StoreError, OSError, DeadlineError) as error:
+            return [f"the pointers in the store stay as they are for now ({error}); they are hints"]
+        return []
 
     async def settle(self, timeout_s: float) -> bool:
         """Waits until nothing is in the foreground and every decision that can be made with the nodes heard is made

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..storage.errors import AlreadyExistsError, FencedError, IntegrityError, StoreError, StoreUnavailableError
 from ..storage.layout import COMPLETED, RunPaths, epochs_in, parse_step_name
-from ..storage.manifest import Completed, Head, Latest, LedgerEntry, Manifest, Tombstone, read_completed
+from ..storage.manifest import (
+    Completed,
+    Head,
+    Latest,
+    LedgerEntry,
+    Manifest,
+    Tombstone,
+    newest_first,
+    read_completed,
+)
 from ..storage.store import Store
 
 _TRIES = 10  # of a replace that others race with
@@ -162,9 +171,24 @@ class Remote:
                 raise AlreadyExistsError(f"COMPLETED of another manifest stands at {key}; it was left.", key=key)
             completed = standing
         self._forward(self._paths.pointer(step), completed.to_bytes(), completed, Completed)
+        self._forward_latest(completed)
+        return completed
+
+    def forward_pointers(self, completed: Iterable[Completed]) -> None:
+        """Moves the pointers to the newest of these, where whoever completed them died before it did.
+
+        Raises StoreError.
+        """
+        self._come_home()
+        newest = newest_first(completed)
+        for one in newest:
+            self._forward(self._paths.pointer(one.step), one.to_bytes(), one, Completed)
+        if newest:
+            self._forward_latest(newest[0])
+
+    def _forward_latest(self, completed: Completed) -> None:
         latest = Latest.of(completed, self._now_utc())
         self._forward(self._paths.latest, latest.to_bytes(), completed, Latest)
-        return completed
 
     def _check_objects(self, manifest: Manifest) -> None:
         wrong: list[str] = []

@@ -14,7 +14,7 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -432,6 +432,14 @@ def read_completed(data: bytes, *, where: str) -> Completed | Tombstone:
     if "tombstone" in content:
         return Tombstone.from_bytes(data, where=where)
     return Completed.from_bytes(data, where=where)
+
+
+def newest_first(completed: Iterable[Completed]) -> list[Completed]:
+    """The newest commit of each step, those the pointers lead to; the newest of all first."""
+    by_step: dict[int, Completed] = {}
+    for one in sorted(completed, key=lambda one: (one.epoch, one.sequence)):
+        by_step[one.step] = one
+    return sorted(by_step.values(), key=lambda one: (one.epoch, one.sequence), reverse=True)
 
 
 class Latest(FileModel):

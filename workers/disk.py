@@ -52,6 +52,7 @@ from ..storage.manifest import (
     ShardRecord,
     StagedList,
     Tombstone,
+    newest_first,
     read_completed,
 )
 
@@ -335,6 +336,25 @@ class NodeDisk:
         latest = self._read(Latest, path)
         if latest is None or (latest.epoch, latest.sequence) < (completed.epoch, completed.sequence):
             replace_durably(path, Latest.of(completed).to_bytes())
+
+    def forward_pointers(self) -> None:
+        """Moves the pointers to the newest commits that stand here, where whoever published those died before it did.
+
+        They are hints: what the disk does not take is logged, and nothing else.
+        """
+        with self._looking, self._pointing:
+            try:
+                for completed in newest_first(self._all_completed()):
+                    self._publish_pointers(completed)
+            except (StagingError, OSError) as error:
+                log.warning("the pointers in %s stay as they are for now: %s", self.staging, error)
+
+    def _all_completed(self) -> Iterable[Completed]:
+        for step, attempt in self._attempt_dirs():
+            path = self.paths.place(self.paths.completed(step, attempt))
+            standing = self._whole(lambda path=path: read_completed(path.read_bytes(), where=str(path)))
+            if isinstance(standing, Completed):
+                yield standing
 
     @staticmethod
     def _read(kind: type[Completed] | type[Latest], path: Path) -> Completed | Latest | None:

@@ -130,6 +130,7 @@ class Stager:
         if epoch > self._heard_epoch:
             for attempt in list(self._paused):  # whoever paused it can take no snapshot any more
                 await self._release(attempt, epoch)
+            await self._on_disk("forward the pointers in", self._disk.forward_pointers)
             self._heard_epoch = epoch
         if declarations:
             self._declarations = tuple(declarations)

@@ -76,6 +76,22 @@ def test_pointers_only_move_forward_whatever_the_order_and_the_step(store: Store
     assert [c.attempt for c in sorted(remote.survey().completed, key=lambda c: c.sequence)] == ["a1", "a2", "a3"]
 
 
+def test_pointers_that_a_death_left_behind_are_moved_to_the_newest_commits_and_others_are_left(store: Store) -> None:
+    remote = Remote(store, "run", lambda: NOW)
+    for step, sequence in ((5, 1), (5, 2), (3, 3)):
+        completed, data = checkpoint(step, sequence)
+        upload(store, data)
+        remote.complete(completed, data)
+    keys = (PATHS.pointer(5), PATHS.pointer(3), PATHS.latest)
+    whole = [store.get(key) for key in keys]
+    store.replace(keys[0], checkpoint(5, 1)[0].to_bytes())
+    store.delete_many([keys[2]])
+    left = store.head(keys[1])
+    remote.forward_pointers(remote.survey().completed)
+    assert [store.get(key) for key in keys] == whole
+    assert store.head(keys[1]) == left
+
+
 def test_a_pointer_that_cannot_be_read_is_replaced(store: Store) -> None:
     remote = Remote(store, "run", lambda: NOW)
     store.replace(PATHS.latest, b"")

@@ -273,6 +273,35 @@ def test_pointers_come_after_completed_and_never_go_back(node: Node, agent: Agen
         assert b'"attempt":"A2"' in (node.root / "staging/run" / name).read_bytes()
 
 
+def test_a_new_coordinator_moves_pointers_that_a_death_left_behind_and_is_heard_when_the_disk_takes_none(
+    node: Node, agent: Agent, monkeypatch: Any
+) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    places = [node.root / "staging/run" / name for name in ("latest.json", "global_step_1/COMPLETED")]
+    told = []
+    for name, sequence in (("A1", 1), ("A2", 2)):
+        node.call("mark", 1, 1, 30.0)
+        snapshot(node, head(name, 1, 1, sequence))
+        commit(node, head(name, 1, 1, sequence))
+        told.append([place.read_bytes() for place in places])
+    for place, data in zip(places, told[0], strict=True):  # as A2's publisher leaves them when it dies after COMPLETED
+        place.write_bytes(data)
+    full: list[Path] = []
+
+    def refuse(path: Path, data: bytes) -> None:
+        full.append(path)
+        raise StagingError(f"cannot replace {path}", path=str(path))
+
+    with monkeypatch.context() as patch:
+        real = disk.replace_durably
+        patch.setattr(disk, "replace_durably", lambda *a: real(*a) if a[0].name == "epoch.json" else refuse(*a))
+        assert len(node.call("hello", 2, []).attempts) == 2
+    assert full
+    assert [place.read_bytes() for place in places] == told[0]
+    node.call("hello", 3, [])
+    assert [place.read_bytes() for place in places] == told[1]
+
+
 def test_noting_a_durable_checkpoint_never_moves_latest_back(
     node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
