@@ -273,7 +273,8 @@ class Run:
 
         `mode`: "auto" (the newest whole checkpoint; None if there never was a commit), "latest" (the same, but an error
         if there is none), "none" (from scratch), a step number, or the path of a checkpoint; default: option `resume`.
-        Returns what the run continues from; `next_step` follows it.
+        Returns what the run continues from; `next_step` follows it. From scratch nothing is put back: a process that
+        has trained before resets its own state before this call, since the window of step 0 opens with it.
 
         Raises ResumeError, FingerprintError, WrongRunError, NotACheckpointError, MembershipError; live state is
         untouched then, except where ResumeError says otherwise.

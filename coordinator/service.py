@@ -387,6 +387,7 @@ class Service:
         for result in results:
             if isinstance(result, BaseException):
                 log.warning("a stager did not close down: %s", result)
+        await self._store_lane.rest(STORE_S)  # what it writes there is whole before it goes
         with contextlib.suppress(StoreError):
             if self._housekeeping is not None:
                 await self._housekeeping.sweep(0.0, STORE_S)  # nobody writes here any more

@@ -28,6 +28,7 @@ class Lane:
         self._late = late
         self._count = threads
         self._threads = ThreadPoolExecutor(threads, f"lastgood-{what.split(' ')[-1][-20:]}")
+        self._running: set[Future[Any]] = set()
         self._given_up: dict[Future[Any], tuple[str, float]] = {}  # still running: (what it does, when it began)
 
     async def run(self, doing: str, work: Callable[[], T], limit_s: float) -> T:
@@ -41,6 +42,8 @@ class Lane:
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         running = self._threads.submit(work)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
         waiting = asyncio.wrap_future(running)
         waiting.add_done_callback(_observe)
         try:
@@ -66,6 +69,13 @@ class Lane:
             "its disk or mount.",
             waited_s=waited_s,
         )
+
+    async def rest(self, limit_s: float) -> bool:
+        """Waits for calls that run, also those that nobody waits for. Answers whether none runs any more."""
+        running = [asyncio.wrap_future(future) for future in list(self._running)]
+        if running:
+            await asyncio.wait(running, timeout=limit_s)
+        return not self._running
 
     def close(self) -> None:
         """Takes no further calls. Those that run are left alone: a thread that hangs cannot be ended."""

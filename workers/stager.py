@@ -62,6 +62,7 @@ _T = TypeVar("_T")
 
 RELEASE_S = 60.0  # until paused components run again
 DISK_S = 60.0  # for one look at the staging directory, or one small write there
+REST_S = 10.0  # until writes have ended when the stager does
 STORE_S = 60.0  # for one look into the store
 SHARD_S = 3600.0  # for one shard to or from the store; the coordinator's upload_s bounds an upload more tightly
 DISK_THREADS = 8
@@ -101,12 +102,14 @@ class Stager:
         self._finder = Finder(self._disk, self._on_disk, store, self._at_store, peer_read)
 
     async def close(self) -> None:
-        """Lets every agent go, unlinks every image and gives the directory back."""
+        """Lets every agent go, unlinks every image, lets writes to the disk end and gives the directory back."""
         self._processes.close()
         self._agents.close()
         for upload in self._uploads.values():
             upload.cancel()
         self._staging.close()
+        if not await self._disk_lane.rest(REST_S):
+            log.warning("the disk of node %s still writes as its stager ends; the next one tidies up", self.node)
         self._disk.close()
         for lane in (self._disk_lane, self._store_lane):
             lane.close()

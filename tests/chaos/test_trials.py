@@ -21,6 +21,9 @@ FAULTS = {
     "everything of the run dies between commit and COMPLETED": (
         Fault("run", "kill", Moment("ended", 2, "stager.publish.before_completed")),
     ),
+    "the coordinator stands still while it completes an upload": (
+        Fault("coordinator", "stop", Moment("ended", 2, "coordinator.complete_remotely"), hold_s=2.0),
+    ),
 }
 
 

@@ -138,16 +138,16 @@ class Trainer:
 
     def start(self, seed: int) -> None:
         """New ranks, joined, and resumed from the newest checkpoint."""
+        if self.run.latest() is None:  # from scratch, and this process may have trained before
+            seed, self.cursor["seen"], self.queue.taken = FIRST_SEED, 0, 0
         self.new_ranks(seed)
         self.run.add_members("actor", self.ranks, state=rank_state)
         self.run.add_driver(self.state())
         self.journal.tell("registered")
         restored = self.run.resume("auto")
-        if restored is None:  # from scratch, and this process may have trained before
-            self.cursor["seen"] = self.queue.taken = 0
-            if seed != FIRST_SEED:  # nothing was ever committed: everything is as at first
-                self.start(FIRST_SEED)
-                return
+        if restored is None and seed != FIRST_SEED:  # what was committed is lost: everything is as at first
+            self.start(FIRST_SEED)
+            return
         self.journal.tell(
             "resumed",
             step=0 if restored is None else restored.step,

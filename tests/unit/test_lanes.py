@@ -94,3 +94,25 @@ def test_a_caller_that_is_cancelled_leaves_its_thread_to_the_call() -> None:
         here.close()
 
     run(scene())
+
+
+def test_a_lane_comes_to_rest_when_calls_that_nobody_waits_for_have_ended() -> None:
+    async def scene() -> None:
+        here, begun, go_on = lane(), threading.Event(), threading.Event()
+        written: list[str] = []
+
+        def write() -> None:
+            begun.set()
+            go_on.wait(60)
+            written.append("whole")
+
+        assert await here.rest(60)
+        writing = asyncio.ensure_future(here.run("writing", write, 60))
+        assert await asyncio.to_thread(begun.wait, 60)
+        writing.cancel()
+        assert not await here.rest(0.01)
+        go_on.set()
+        assert await here.rest(60) and written == ["whole"]
+        here.close()
+
+    run(scene())

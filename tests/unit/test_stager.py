@@ -223,6 +223,31 @@ def test_nothing_is_uploaded_for_a_coordinator_beside_whose_epoch_the_store_has_
     assert not list((node.root / "store").rglob("*.safetensors"))
 
 
+def test_a_write_that_runs_when_the_stager_closes_ends_before_it_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+    begun, go_on = threading.Event(), threading.Event()
+    refuse = node.stager._disk.refuse
+
+    def slow(*arguments: Any) -> RecordState:
+        begun.set()
+        assert go_on.wait(60)
+        return refuse(*arguments)
+
+    monkeypatch.setattr(node.stager._disk, "refuse", slow)
+    node.claim(1)
+    asyncio.run_coroutine_threadsafe(node.stager.refuse(1, head(), "a test"), node.loop.loop)
+    assert begun.wait(60)
+    closing = asyncio.run_coroutine_threadsafe(node.stager.close(), node.loop.loop)
+    with pytest.raises(TimeoutError):
+        closing.result(0.05)
+    go_on.set()
+    closing.result(60)
+    node.loop.stop()
+    assert list((node.root / "staging/run/records").glob("*.json"))
+
+
 def test_an_agent_refuses_orders_of_the_past(node: Node, agent: Agent) -> None:
     agent.add(Member.of("actor", 0, 1, training()), "m1")
     node.call("mark", 5, 1, 30.0)
