@@ -70,7 +70,7 @@ chaos: setup  ## the kill campaign (make chaos TRIALS=300 SEED=7; docs/chaos.md)
 	$(BIN)/python -m tests.chaos --trials $(or $(TRIALS),30) --seed $(or $(SEED),1) $(ARGS)
 
 bench: setup  ## what docs/performance.md tells, on this machine (make bench BENCH="stall reading"): a quarter of an hour
-	@for each in $(or $(BENCH),staging reading steps stall resume); do \
+	@for each in $(or $(BENCH),staging reading steps stall peers resume); do \
 	  echo "== $$each"; $(BIN)/python -m benchmarks.$$each $(ARGS) || exit 1; done
 
 scaling: setup  ## what a commit costs with 10 to 10,000 members: minutes (ARGS="--json")
