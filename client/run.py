@@ -202,7 +202,8 @@ class Run:
             absent = [name for name in missing.members if name.startswith(f"{role}:")]
             if not absent:
                 memberships = {**self._progress.memberships, role: membership}
-                self._progress = replace(self._progress, memberships=memberships)
+                roles = (*(known for known in self._progress.roles if known.role != role), declaration)
+                self._progress = replace(self._progress, memberships=memberships, roles=roles)
                 return
             if time.monotonic() > until:
                 raise MembershipError(
@@ -287,7 +288,10 @@ class Run:
         self._next_step = 1 if restored is None else restored.step + 1
         newest = tuple(self._link.call("hello", timeout_s=CALL_S)["newest"])
         head = None if restored is None else restored.head
-        self._progress = Progress(resumed=head, resumed_after=newest, newest=newest, memberships=memberships)
+        roles = self._progress.roles
+        self._progress = Progress(
+            resumed=head, resumed_after=newest, newest=newest, memberships=memberships, roles=roles
+        )
         return restored
 
     def end_step(self, step: int, metrics: Mapping[str, float] | None = None) -> StepOutcome:

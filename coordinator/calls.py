@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from . import commands as cmd
 from .attempt import OUTSTANDING, Attempt
-from .messages import Keepsake, RecordState, SaveKind, SnapshotOrder
+from .messages import Keepsake, RecordState, SnapshotOrder
 from .moves import PROVEN, Phase
 from .settings import Settings
 
@@ -105,12 +105,10 @@ def calls_due(
     return out
 
 
-def _keepsake(attempt: Attempt) -> Keepsake | None:
-    if attempt.kind is not SaveKind.MEMORY:
-        return None
+def _keepsake(attempt: Attempt) -> Keepsake:
     assert attempt.roster is not None and attempt.window is not None
     roles = tuple(role for role in attempt.roster.roles if role.components)
-    return Keepsake(roles, attempt.window.metrics, attempt.reason)
+    return Keepsake(roles, attempt.window.metrics, tuple(pending.request for pending in attempt.requests))
 
 
 def _after_commit(

@@ -14,6 +14,7 @@ from . import events as ev
 from .attempt import CERTAIN, OUTSTANDING, Attempt
 from .messages import AttemptHead, AttemptInventory, Blame, Inventory, RecordState
 from .moves import COPYING, PROVEN, Cause, Phase
+from .recovery import Verdict, decide
 
 if TYPE_CHECKING:
     from .protocol import Protocol
@@ -259,6 +260,7 @@ class Hearing:
         core.recovering = False
         found = sorted((a for a in core.active.values() if a.phase is Phase.FOUND), key=lambda a: a.order)
         for attempt in found:
-            if not attempt.held_at:
+            decision = decide(attempt.participants, attempt.records, attempt.proof, core.heard)
+            if not attempt.held_at or decision.verdict in (Verdict.COMMITTED, Verdict.IN_DOUBT):
                 core.judge(attempt)
-        core.memory.adopt([attempt for attempt in found if attempt.held_at])
+        core.memory.adopt([attempt for attempt in found if attempt.phase is Phase.FOUND])

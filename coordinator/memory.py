@@ -7,8 +7,9 @@ Part of the protocol core (as pure as protocol.py). The rules:
 - It is staged when a member is gone (a process crash then costs the step in progress, no more), when a save of the same
   window is asked for, or when somebody asks for what is in memory. It takes the foreground as soon as that is free.
 - What is given up while it is held was never on a disk: no record is needed, its images are just freed.
-- A new coordinator takes over the newest that every node still holds, as an attempt of its own: what an earlier one
-  has said of its attempts stays true. Until that attempt has the images, those that it found are not cleaned.
+- A new coordinator takes over the newest snapshot that every node still has in memory, staged or not, unless something
+  newer is committed. It does so as an attempt of its own: what an earlier one has said of its attempts stays true.
+  Until that attempt has the images, those that it found are not cleaned. One that was to be saved goes on to be saved.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Memory:
             told = {node: attempt.held_at[node] for node, attempt in parts.items()}
             whole = _whole(newest.head.step, told)
             if whole is not None and newest.order > committed:
-                core.take_over(origin, *whole, next(iter(told.values())).keepsake.reason)
+                core.take_over(origin, *whole, next(iter(told.values())).keepsake.requests)
                 return
 
     def _clean_kept(self) -> None:

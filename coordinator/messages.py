@@ -72,16 +72,16 @@ class RecordState(enum.Enum):
 
 @dataclass(frozen=True)
 class Keepsake:
-    """What every node is told of a snapshot that is kept in memory, so that a later coordinator can save it."""
+    """What every node is told with a snapshot, so that a later coordinator can save what lies in memory."""
 
     roles: tuple[RoleDeclaration, ...]
     metrics: Mapping[str, float]
-    reason: str  # a sentence
+    requests: tuple[SaveRequest, ...]  # that it serves; they give its kind, tag and reason
 
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """One node's part of a snapshot that lies whole in its memory, and is not being staged."""
+    """One node's part of a snapshot that lies whole in its memory, staged or not."""
 
     keepsake: Keepsake
     vote: NodeSnapshot
@@ -103,7 +103,7 @@ class AttemptInventory:
     durable: bool  # the node knows that the store's COMPLETED for it was seen
     participants: tuple[str, ...]  # from the record or the manifest; empty when neither is here
     manifest: bytes | None = None  # the manifest's bytes, when an accept record or COMPLETED is here
-    held: HeldSnapshot | None = None  # only in memory, and kept there
+    held: HeldSnapshot | None = None  # its images are here, whole and untouched
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class SnapshotOrder:
     members: tuple[MemberId, ...]  # those this node must answer for
     deadline_s: float  # remaining seconds for the copy
     overlapped: bool = False  # the coordinator wants to know when it has begun (ParticipantPort.copying)
-    keepsake: Keepsake | None = None  # of a snapshot that is to stay in memory
+    keepsake: Keepsake | None = None  # what a later coordinator is told of it
     origin: str | None = None  # copy nothing: take what lies in memory since that attempt
 
 
@@ -227,6 +227,7 @@ class Progress:
     resumed_after: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     newest: tuple[int, int] = (0, 0)  # the same, when the last step ended
     memberships: Mapping[str, str] = field(default_factory=dict)  # role -> the driver's newest add_members call for it
+    roles: tuple[RoleDeclaration, ...] = ()  # as the driver has declared them; without those that had no members
 
 
 # Member-led runs: the loop runs inside every rank, and the ranks call end_step (coordinator/grants.py).

@@ -37,6 +37,7 @@ class Nodes:
         self.silent: set[str] = set()  # nodes whose stagers did not answer the last hello
         self.marked_steps: set[int | None] = set()  # of the nodes with members, at boot
         self.wishes: dict[str, SaveRequest] = {}  # saves that an earlier coordinator had taken in, by id
+        self.awaited: set[str] = set()  # memberships whose members may be anywhere: whoever knew it has died
         self.ending = False  # stagers that do not answer are no news any more
         self._discover = discover
         self._led = led
@@ -142,6 +143,7 @@ class Nodes:
         while self.returning() and time.monotonic() < until:
             await asyncio.sleep(RETURN_POLL_S)
             await self.refresh()
+        self.awaited.clear()
 
     def returning(self) -> list[str]:
         """Members that may be back in a moment: their stager does not answer, or is another one than they knew."""
@@ -152,7 +154,7 @@ class Nodes:
             if role in self._declared()
             and self._declared()[role].membership == membership
             and (node in self.silent or (f"{role}:{rank}" in missing and self._is_gone(node, incarnation)))
-        ]
+        ] + [name for name in missing if self._declared()[name.partition(":")[0]].membership in self.awaited]
 
     def _is_gone(self, node: str, incarnation: str) -> bool:
         return node not in self._led().core.heard or self.incarnations.get(node) != incarnation

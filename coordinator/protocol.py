@@ -12,7 +12,7 @@ Requests and windows are in requests.py; this part leads attempts from their sta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..storage.errors import IllegalMoveError
@@ -26,7 +26,7 @@ from .hearing import Hearing
 from .invariants import check
 from .membership import Membership, Roster, Window
 from .memory import Memory
-from .messages import AttemptHead, Blame, RecordState, SaveKind, SaveState
+from .messages import AttemptHead, Blame, RecordState, SaveKind, SaveRequest, SaveState
 from .moves import BEFORE_COMMIT, COPYING, EXPECTED, LATE, PROVEN, Cause, Phase
 from .progress import Progress
 from .recovery import Verdict, decide
@@ -390,10 +390,15 @@ class Protocol:
             attempt.phase_deadline_s = self.now_s + deadlines.snapshot_s
         self.announce(attempt, SaveState.REQUESTED)
 
-    def take_over(self, origin: str, roster: Roster, window: Window, reason: str) -> None:
-        """Starts an attempt of what lies whole in memory since `origin`, which an earlier incarnation made."""
+    def take_over(self, origin: str, roster: Roster, window: Window, requests: Sequence[SaveRequest]) -> None:
+        """Starts an attempt of what lies whole in memory since `origin`, which an earlier incarnation made for these
+        requests."""
         attempt = self._begin(roster, window)
-        attempt.origin, attempt.reason = origin, reason
+        attempt.origin = origin
+        for request in requests:
+            pending = self.requests.pending(request)
+            attempt.strengthen(pending)
+            self.requests.serve(pending, attempt)
         attempt.move(Cause.NOTHING_TO_PAUSE, self.now_s, f"its images lie in memory since {origin}")
         attempt.phase_deadline_s = self.now_s + self.settings.deadlines.snapshot_s
         self.announce(attempt, SaveState.REQUESTED)

@@ -86,7 +86,7 @@ class Requests:
             return
         if any(pending.request.request_id == request.request_id for pending in self.waiting):
             return
-        pending = self._pending(request)
+        pending = self.pending(request)
         served = core.attempts.get(self._served.get(request.request_id, ""))
         if served is not None:
             if not served.mine and request.request_id not in served.request_ids:
@@ -102,7 +102,7 @@ class Requests:
             return
         self._take_in(pending)
 
-    def _pending(self, request: SaveRequest) -> Pending:
+    def pending(self, request: SaveRequest) -> Pending:
         left_s = request.deadline_s if request.deadline_s is not None else self._core.settings.deadlines.save_s
         return Pending(request, self._core.now_s + left_s, request.kind is not SaveKind.MANUAL)
 
@@ -168,7 +168,7 @@ class Requests:
             self._number += 1
             processes = core.membership.roster().processes
             self.window = Window(self._number, event.step, checked, processes, dict(event.metrics))
-            self._window_attempt = None
+            self._window_attempt = self._taken_over()
         ids = tuple(pending.request.request_id for pending in self.waiting)
         scheduled = any(pending.request.kind is SaveKind.SCHEDULED for pending in self.waiting)
         if event.due is not None and event.due.due and not scheduled:
@@ -181,7 +181,18 @@ class Requests:
         request_id = f"{kind.value}-{core.settings.epoch}-{self._number}"
         core.say(cmd.WindowVerdict(event.step, True, None, (*ids, request_id)))
         if request_id not in self._served:
-            self._take_in(self._pending(SaveRequest(request_id, kind, reason)), quietly=True)
+            self._take_in(self.pending(SaveRequest(request_id, kind, reason)), quietly=True)
+
+    def _taken_over(self) -> Attempt | None:
+        """An attempt that was taken over from an earlier coordinator and is of this very window, if there is one."""
+        window = self.window
+        for attempt in (self._core.foreground, self._core.memory.held):
+            if attempt is not None and attempt.origin is not None and attempt.window is not None and window is not None:
+                theirs = attempt.window
+                of_it = {member: window.updates.get(member) for member in theirs.updates} == dict(theirs.updates)
+                if theirs.step == window.step and of_it and theirs.processes.items() <= window.processes.items():
+                    return attempt
+        return None
 
     def _unopened(self, step: int) -> str:
         """Names the window of a step that did not open. Told once more when a stager has come back, it is the same."""

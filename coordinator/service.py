@@ -212,6 +212,7 @@ class Service:
         began = time.monotonic()
         still = functools.partial(self.require_members, f"end_step({step})", progress.memberships)
         still()
+        await self._redeclare(progress)
         self.heed(progress)
         incarnations = dict(self.nodes.incarnations)
         if self.nodes.missing().members:
@@ -302,6 +303,14 @@ class Service:
             if self.newest() <= progress.resumed_after:  # nothing was committed since: the next grows from there
                 self._led.resumed_from(progress.resumed)
 
+    async def _redeclare(self, progress: Progress) -> None:
+        """Roles that coordinator and stagers have forgotten, since all of them were killed, are the driver's word."""
+        if set(self.declared.values()) < set(progress.roles):
+            for declaration in progress.roles:
+                self._led.declare(declaration)
+                self.nodes.awaited.add(declaration.membership)
+            await self.nodes.refresh()
+
     def newest(self) -> tuple[int, int]:
         """(epoch, sequence) of the newest checkpoint that is known, of whatever line; (0, 0) when there is none."""
         return max(((found.epoch, found.sequence) for found in self.checkpoints()), default=(0, 0))
@@ -352,6 +361,7 @@ class Service:
         """
         until = time.monotonic() + timeout_s
         self.require_members("close", progress.memberships)
+        await self._redeclare(progress)
         self.heed(progress)
         await self._led.settle(timeout_s)
         committed = any(found.attempt == progress.saved and found.committed for found in self.checkpoints())

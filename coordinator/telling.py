@@ -31,7 +31,14 @@ class Telling:
         """What became of saves whose end_step has long returned."""
         if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
             return
-        step = announce.head.step if announce.head is not None else None
+        head = announce.head
+        if (
+            head is not None
+            and head.epoch < self._led().settings.epoch
+            and (head.epoch, head.sequence) < self._newest()
+        ):
+            return  # it failed under an earlier coordinator, and a newer step has been saved since: no news
+        step = head.step if head is not None else None
         if step is not None and step == self.saved_step:
             self.saved_step = None
         where = f"step {step}: " if step is not None else ""

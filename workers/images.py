@@ -135,9 +135,9 @@ class Image:
             )
         self._store(ImageState.SEALED, used_bytes, self.attempt)
 
-    def mark_of(self, attempt: str) -> None:
-        """What it holds is that attempt's from now on."""
-        self._store(self.state, self.used_bytes, attempt)
+    def seal_for(self, attempt: str) -> None:
+        """What it holds is that attempt's from now on, and not staged for it yet."""
+        self._store(ImageState.SEALED, self.used_bytes, attempt)
 
     def mark_staged(self) -> None:
         """The stager has it on disk."""

@@ -143,7 +143,7 @@ class Stager:
             incarnation=self.incarnation,
             highest_epoch=self._disk.highest_epoch,
             members=self._members(),
-            attempts=(*on_disk, *self._staging.only_in_memory({found.attempt for found in on_disk})),
+            attempts=self._staging.with_images(on_disk),
             declarations=self._declarations,
             address=self._config.address,
             marked_step=self._marked_step,
@@ -252,7 +252,7 @@ class Stager:
         if standing is not None:
             return standing  # asked again
         if order.origin is not None:
-            return self._staging.take_over(order.origin, head)
+            return await self._staging.take_over(order.origin, head)
         loop = asyncio.get_running_loop()
         began = loop.time()
         await pass_point("stager.snapshot.begin")

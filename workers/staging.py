@@ -7,6 +7,7 @@ as soon as they are sealed. A staged image stays until it is filled again, for a
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -84,6 +85,7 @@ class Staging:
         self._living = living
         self._room = room
         self._snapshots: dict[str, StandingSnapshot] = {}
+        self._staged: dict[str, StandingSnapshot] = {}  # the last that was; its images stay until they are filled again
         self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._writers = asyncio.Semaphore(config.shards_at_once)
         self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
@@ -112,22 +114,48 @@ class Staging:
         """The attempt's images are whole. `held`: what a later coordinator is told when it is to stay in memory."""
         self._snapshots[head.attempt] = StandingSnapshot(head, vote, tuple(shards), held)
 
-    def take_over(self, origin: str, head: AttemptHead) -> NodeSnapshot:
-        """What lies in memory since attempt `origin` is that of `head` from now on. Raises SnapshotError without it."""
-        for name, snapshot in self._snapshots.items():
-            if snapshot.held is not None and snapshot.held.origin == origin and snapshot.staged is None:
-                for shard in snapshot.shards:
-                    image = self._slots.find((shard.member, shard.component), shard.image)
-                    assert image is not None, "a sealed image outlives its process until its attempt is over"
-                    image.mark_of(head.attempt)
-                del self._snapshots[name]
-                self.stand(head, snapshot.vote, snapshot.shards, snapshot.held)
-                return snapshot.vote
+    async def take_over(self, origin: str, head: AttemptHead) -> NodeSnapshot:
+        """What lies in memory since attempt `origin` is that of `head` from now on; a write of it is given up.
+
+        Raises SnapshotError without it, StagingError when its write does not end.
+        """
+        for _, snapshot in self._all():
+            held = snapshot.held
+            if held is None or held.origin != origin or not self._is_whole(snapshot):
+                continue
+            snapshot.taken_over = True
+            if snapshot.staged is not None:
+                for progress in snapshot.progress.values():
+                    progress.give_up()
+                await asyncio.wait({snapshot.staged}, timeout=LET_GO_S)
+                if snapshot.being_written:
+                    raise self._still_writing(snapshot)
+            for shard in snapshot.shards:
+                self._image_of(shard).seal_for(head.attempt)
+            for known in (self._snapshots, self._staged):
+                known.pop(snapshot.head.attempt, None)
+            self.stand(head, snapshot.vote, snapshot.shards, held)
+            return snapshot.vote
         raise SnapshotError(
             f"node {self.node} does not hold what was copied for attempt {origin} any more. The previous checkpoint "
             "stands.",
             node=self.node,
         )
+
+    def _image_of(self, shard: SealedShard) -> Image:
+        image = self._slots.find((shard.member, shard.component), shard.image)
+        assert image is not None, "a sealed image outlives its process until its attempt is over"
+        return image
+
+    def _is_whole(self, snapshot: StandingSnapshot) -> bool:
+        """Whether its images are still as they were when it was taken."""
+        for shard in snapshot.shards:
+            image = self._slots.find((shard.member, shard.component), shard.image)
+            if image is None or image.attempt != snapshot.head.attempt or image.used_bytes != shard.nbytes:
+                return False
+            if image.state not in (ImageState.SEALED, ImageState.STAGED):
+                return False
+        return True
 
     def checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
         """A member's word that a shard is whole, held against the image's own header page."""
@@ -190,6 +218,7 @@ class Staging:
             await pass_point("stager.stage.written")
             await self._on_disk("write the list of shards in", self._disk.write_staged, head, records)
             staged = True
+            self._staged = {head.attempt: snapshot}
         except Exception:
             # Without staged.json it can never be accepted: give the space back now, records need some.
             try:
@@ -199,7 +228,7 @@ class Staging:
             raise
         finally:
             self._snapshots.pop(head.attempt, None)
-            if not staged:
+            if not staged and not snapshot.taken_over:
                 self.drop_images(head.attempt)
         return records
 
@@ -338,21 +367,19 @@ class Staging:
                 if snapshot.being_written:
                     raise self._still_writing(snapshot)
 
-    def only_in_memory(self, on_disk: Collection[str]) -> list[AttemptInventory]:
-        """Attempts that are snapshotted here and not yet staged: a new coordinator adopts or discards them."""
-        return [
-            AttemptInventory(
-                name,
-                snapshot.head.step,
-                snapshot.head.epoch,
-                snapshot.head.sequence,
-                RecordState.NONE,
-                staged=False,
-                completed=False,
-                durable=False,
-                participants=(),
-                held=snapshot.held if snapshot.staged is None else None,
-            )
-            for name, snapshot in self._snapshots.items()
-            if name not in on_disk
+    def with_images(self, on_disk: Sequence[AttemptInventory]) -> tuple[AttemptInventory, ...]:
+        """What the disk holds, and what only memory does: a new coordinator takes an attempt over or discards it."""
+        here = {name: snapshot.held for name, snapshot in self._all() if self._is_whole(snapshot)}
+        told = [
+            found if found.completed else dataclasses.replace(found, held=here.get(found.attempt)) for found in on_disk
         ]
+        known = {found.attempt for found in on_disk}
+        for name, snapshot in self._snapshots.items():
+            if name not in known:
+                head, none = snapshot.head, RecordState.NONE
+                found = AttemptInventory(name, head.step, head.epoch, head.sequence, none, False, False, False, ())
+                told.append(dataclasses.replace(found, held=here.get(name)))
+        return tuple(told)
+
+    def _all(self) -> list[tuple[str, StandingSnapshot]]:
+        return [*self._snapshots.items(), *self._staged.items()]

@@ -91,6 +91,39 @@ def test_the_coordinator_dies_before_every_command_and_the_run_goes_on(world: Wo
     assert steps == sorted(steps, reverse=True)
 
 
+def test_a_save_that_the_coordinator_died_in_is_committed_though_the_ranks_die_too(world: World) -> None:
+    world.start()
+    world.run.resume()
+    pids = ray.get([rank.pid.remote() for rank in world.ranks])
+    world.step(1)
+    world.durable(1)
+    world.update()
+    after = world.digests()
+    world.arm("coordinator.accept", "kill")
+    assert world.run.end_step(2).saving is not None
+    for pid in pids:
+        kill(pid)
+    world.fired("coordinator.accept")
+    whole(world, 2)
+    world.new_ranks(seed=9)
+    world.join()
+    assert world.run.resume().step == 2
+    assert world.digests() == after
+
+
+def test_coordinator_and_stagers_die_at_once_and_the_run_goes_on(world: World) -> None:
+    world.start()
+    world.run.resume()
+    world.step(1)
+    world.durable(1)
+    for pid in (world.hello()["pid"], *world.stager_pids().values()):
+        kill(pid)
+    world.step(2)
+    world.step(3)
+    whole(world, 3)
+    world.run.close()
+
+
 STAGER_POINTS = (
     "stager.snapshot.begin",
     "stager.snapshot.sealed",

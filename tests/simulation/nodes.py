@@ -114,7 +114,8 @@ class SimNode:
         self.up = True
         self.incarnation = 1
         self.images: dict[str, dict[MemberId, tuple[int, int]]] = {}
-        self.kept: dict[str, HeldSnapshot] = {}  # of images that are to stay
+        self.kept: dict[str, HeldSnapshot] = {}  # what is told of images
+        self.standing: dict[str, dict[MemberId, tuple[int, int]]] = {}  # images that are staged, and not filled again
         self.paused: set[str] = set()
         self.released: set[str] = set()  # attempts whose pause is over for good: a late pause does nothing
         self.registered = True
@@ -130,6 +131,7 @@ class SimNode:
         self.up = False
         self.images.clear()
         self.kept.clear()
+        self.standing.clear()
         self.paused.clear()
         self.registered = False
         self.declarations = ()
@@ -186,10 +188,13 @@ class SimNode:
                     attempt in self.durable,
                     participants,
                     manifest,
-                    self.kept.get(attempt) if attempt in self.images else None,
+                    self.kept.get(attempt) if self._has_images(attempt) and not completed else None,
                 )
             )
         return Inventory(self.name, str(self.incarnation), self.epoch, self.infos(), tuple(attempts), self.declarations)
+
+    def _has_images(self, attempt: str) -> bool:
+        return attempt in self.images or attempt in self.standing
 
     def mark(self, epoch: int) -> NodeSnapshot:
         self._fence(epoch)
@@ -218,10 +223,10 @@ class SimNode:
     def _do_Snapshot(self, head: AttemptHead, command: cmd.Snapshot, store: SimStore) -> NodeSnapshot:  # noqa: N802
         order: SnapshotOrder = command.order
         if order.origin is not None and head.attempt not in self.images:
-            held = [a for a, kept in self.kept.items() if kept.origin == order.origin and a in self.images]
+            held = [a for a, kept in self.kept.items() if kept.origin == order.origin and self._has_images(a)]
             if not held:
                 raise SnapshotError(f"{self.name} does not hold {order.origin} any more")
-            self.images[head.attempt] = self.images.pop(held[0])
+            self.images[head.attempt] = self.images.pop(held[0], None) or self.standing.pop(held[0])
             self.kept[head.attempt] = self.kept.pop(held[0])
         if head.attempt in self.images and head.attempt in self.kept:
             return self.kept[head.attempt].vote
@@ -229,6 +234,7 @@ class SimNode:
             raise WindowClosedError(f"{self.name} is in an update, or past that step")
         if head.attempt not in self.images and head.attempt not in self.staged:
             self.images[head.attempt] = dict.fromkeys(order.members, (self.step, self.updates))
+            self.standing.clear()  # filled again
         copied = self.images.get(head.attempt)
         if copied is None:
             raise StagingError(f"{self.name} has staged {head.attempt} already")
@@ -241,11 +247,13 @@ class SimNode:
 
     def _do_Stage(self, head: AttemptHead, command: cmd.Stage, store: SimStore) -> tuple[Shard, ...]:  # noqa: N802
         if head.attempt not in self.staged:
-            images = self.images.pop(head.attempt, None)
+            images = self.images.get(head.attempt)
             if images is None:
                 raise StagingError(f"{self.name} has no images of {head.attempt}")
             if self.full:
+                del self.images[head.attempt]
                 raise StagingError(f"the disk of {self.name} is full", errno=errno.ENOSPC)
+            self.standing = {head.attempt: self.images.pop(head.attempt)}
             self.staged[head.attempt] = tuple(
                 Shard(m.role, m.rank, name, self.name, step)
                 for m, (step, _) in images.items()

@@ -16,12 +16,13 @@ from lastgood.coordinator.messages import (
     RecordState,
     RoleDeclaration,
     SaveKind,
+    SaveRequest,
     SaveState,
 )
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 from lastgood.coordinator.report import lagging, settled
-from tests.unit.protocol_bench import ACTOR0, ACTOR1, COMPONENTS, HOSTS, SIZES, TRAINER, Bench, found
+from tests.unit.protocol_bench import ACTOR0, ACTOR1, COMPONENTS, HOSTS, MANIFEST, SIZES, TRAINER, Bench, found
 
 
 def held(*steps: int) -> Bench:
@@ -197,11 +198,13 @@ def test_a_snapshot_that_is_lost_or_of_no_use_is_given_up_without_a_failure(how:
     assert committed_steps(bench) == [2]
 
 
-def still_held(node: str, *, step: int = 400, sequence: int = 7, origin: str = "old7") -> AttemptInventory:
+def still_held(
+    node: str, *, step: int = 400, sequence: int = 7, origin: str = "old7", kind: SaveKind = SaveKind.MEMORY
+) -> AttemptInventory:
     """What a node tells of a snapshot that an earlier coordinator held in its memory."""
     bench = Bench(hear=())
     roles = tuple(RoleDeclaration(role, SIZES[role], COMPONENTS[role], "m1") for role in SIZES)
-    keepsake = Keepsake(roles, {"reward": 0.5}, "every step")
+    keepsake = Keepsake(roles, {"reward": 0.5}, (SaveRequest(f"{kind.value}-3-1", kind, "every step"),))
     held = HeldSnapshot(keepsake, bench.report(node, step), bench.infos(node), origin)
     none = RecordState.NONE
     return AttemptInventory(f"old{sequence}", step, 3, sequence, none, False, False, False, (), held=held)
@@ -268,12 +271,12 @@ def test_what_a_coordinator_has_taken_over_half_way_the_next_one_takes_over() ->
     assert bench.core.memory.held is not None
 
 
-@pytest.mark.parametrize("how", ["not there", "being staged", "another step", "newer committed"])
+@pytest.mark.parametrize("how", ["not there", "filled again", "another step", "newer committed"])
 def test_a_snapshot_that_is_not_whole_or_not_the_newest_is_not_taken_over(how: str) -> None:
     part = still_held("n2")
     at_n2: tuple[AttemptInventory, ...] = {
         "not there": (),
-        "being staged": (replace(part, held=None),),
+        "filled again": (replace(part, held=None),),
         "another step": (replace(still_held("n2", step=399), step=400),),
         "newer committed": (part, found("n2", RecordState.ACCEPT, sequence=9, completed=True)),
     }[how]
@@ -296,9 +299,31 @@ def test_when_a_node_lets_go_before_it_is_taken_over_that_costs_the_snapshot_and
     assert committed_steps(bench) == [401]
 
 
-def test_what_a_snapshot_for_memory_is_of_is_told_to_every_node() -> None:
+def test_a_save_that_was_under_way_is_taken_over_and_committed_once() -> None:
+    due = SaveKind.SCHEDULED
+    staged = replace(still_held("n1", kind=due), staged=True)
+    accepted = replace(
+        still_held("n2", kind=due), staged=True, record=RecordState.ACCEPT, participants=("n1", "n2"), manifest=MANIFEST
+    )
+    bench = next_coordinator(n1=(staged,), n2=(accepted,))  # it died between the first accept and the second
+    taken = bench.core.foreground
+    assert taken is not None and taken.kind is due
+    bench.open(400, due=True)  # the driver repeats its end_step: the same step is not copied once more
+    bench.to_the_end()
+    assert committed_steps(bench) == [400] and len(bench.said(cmd.BuildManifest)) == 1
+    assert bench.core.attempts["old7"].phase is Phase.ABORTED and bench.core.memory.held is None
+
+
+def test_a_new_window_of_another_step_is_saved_by_itself() -> None:
+    bench = next_coordinator(n1=(still_held("n1"),), n2=(still_held("n2"),))
+    bench.open(401, due=True)
+    bench.to_the_end()
+    assert committed_steps(bench) == [401]
+
+
+def test_what_a_snapshot_is_of_is_told_to_every_node() -> None:
     bench = held(1)
-    orders = [command.order for command in bench.said(cmd.Snapshot)]
-    assert all(order.keepsake is not None and order.keepsake.reason == "every step" for order in orders)
     bench.open(2, due=True)
-    assert [command.order.keepsake for command in bench.now(cmd.Snapshot)] == [None, None]
+    told = [command.order.keepsake for command in bench.said(cmd.Snapshot)]
+    kinds = [[request.kind for request in keepsake.requests] for keepsake in told if keepsake is not None]
+    assert kinds == [[SaveKind.MEMORY], [SaveKind.MEMORY], [SaveKind.SCHEDULED], [SaveKind.SCHEDULED]]

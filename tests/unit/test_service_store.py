@@ -11,7 +11,7 @@ import pytest
 
 from lastgood.coordinator import service as service_module
 from lastgood.coordinator.commands import Announce
-from lastgood.coordinator.messages import AttemptHead, Progress, SaveState
+from lastgood.coordinator.messages import AttemptHead, Blame, Progress, SaveState
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.options import Options
 from lastgood.coordinator.outcomes import DrainOutcome
@@ -212,5 +212,25 @@ def test_a_notice_is_heeded_once_and_a_look_that_fails_is_repeated(tmp_path: Pat
         saves = [i for i in service[0].driver._outcomes if i.startswith("notice-")]  # type: ignore[union-attr]
         await service[0].end()
         assert saves == [f"notice-{service[0].epoch}-node-1"]
+
+    asyncio.run(scene())
+
+
+def test_a_save_that_failed_long_ago_is_not_told_again_by_every_new_coordinator(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service = await alone(tmp_path)
+        telling = service.telling
+        telling._newest = lambda: (1, 9)
+        refused = Blame("aborting", "the record of n1 says refuse")
+        for sequence in (3, 10):
+            telling.hear(
+                Announce(SaveState.ABORTED, (), AttemptHead(f"A{sequence}", sequence, 0, sequence), blame=refused)
+            )
+        telling.hear(Announce(SaveState.ABORTED, (), AttemptHead("A11", 11, 1, 11), blame=refused))
+        assert [sentence.partition(":")[0] for sentence, _ in telling._failed] == ["step 11"]
+        telling._newest = lambda: (0, 9)
+        telling.hear(Announce(SaveState.ABORTED, (), AttemptHead("A10", 10, 0, 10), blame=refused))
+        assert [sentence.partition(":")[0] for sentence, _ in telling._failed] == ["step 11", "step 10"]
+        await service.end()
 
     asyncio.run(scene())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lastgood.coordinator.messages import Keepsake, LoadRequest, RecordState, SnapshotOrder
+from lastgood.coordinator.messages import AttemptHead, Keepsake, LoadRequest, RecordState, SnapshotOrder
 from lastgood.storage.errors import SnapshotError
+from lastgood.storage.files import WriteProgress
 from lastgood.storage.manifest import Manifest
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import ImageState
 from lastgood.workers.member import Member
-from tests.unit.stager_world import ACTOR, LocalLink, Node, commit, head, snapshot, training, update
+from lastgood.workers.staging import Staging
+from tests.unit.stager_world import ACTOR, LocalLink, Node, commit, head, snapshot, stage, training, update
 
 
 def died_after_sealing(node: Node, agent: Agent) -> tuple[torch.Tensor, bytes]:
@@ -99,7 +103,7 @@ def test_a_new_coordinator_takes_over_what_stands_in_memory_under_a_name_of_its_
     state = training()
     agent.add(Member.of("actor", 0, 1, state), "m1")
     node.call("mark", 1, 1, 30.0)
-    keepsake = Keepsake((), {"reward": 1.0}, "every step")
+    keepsake = Keepsake((), {"reward": 1.0}, ())
     vote = node.call("snapshot", 1, SnapshotOrder(head(), (ACTOR,), 30.0, keepsake=keepsake))
     agent.close()
     (found,) = node.call("hello", 2, []).attempts
@@ -118,8 +122,57 @@ def test_a_new_coordinator_takes_over_what_stands_in_memory_under_a_name_of_its_
     commit(node, ours)
     (place,) = (node.root / "staging/run/global_step_1/B1/actor").glob("*model*")
     assert torch.equal(load_file(place)["weight"], state["model"].weight)
-    with pytest.raises(SnapshotError, match="does not hold what was copied for attempt A1"):
-        node.call("snapshot", 3, SnapshotOrder(head("C1", epoch=3, sequence=3), (ACTOR,), 30.0, origin="A1"))
+    assert all(found.held is None for found in node.call("hello", 3, []).attempts)  # what is committed stays so
+    with pytest.raises(SnapshotError, match="does not hold what was copied for attempt A7"):
+        node.call("snapshot", 3, SnapshotOrder(head("C1", epoch=3, sequence=3), (ACTOR,), 30.0, origin="A7"))
+
+
+@pytest.mark.parametrize("when", ["while it is written", "after it is staged"])
+def test_what_is_staged_for_a_coordinator_that_died_is_taken_over_as_well(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    keepsake = Keepsake((), {}, ())
+    node.call("snapshot", 1, SnapshotOrder(head(), (ACTOR,), 30.0, keepsake=keepsake))
+    begun, go_on = threading.Event(), threading.Event()
+    write = Staging._write_file
+
+    def slow(staging: Staging, at: AttemptHead, path: str, payload: memoryview, progress: WriteProgress) -> Any:
+        if at.attempt == "A1":
+            begun.set()
+            assert go_on.wait(60)
+        return write(staging, at, path, payload, progress)
+
+    if when == "while it is written":
+        monkeypatch.setattr(Staging, "_write_file", slow)
+        asyncio.run_coroutine_threadsafe(node.stager.stage(1, head(), 30.0), node.loop.loop)
+        assert begun.wait(60)
+    else:
+        stage(node, head())
+    (found,) = node.call("hello", 2, []).attempts
+    assert found.held is not None and found.held.origin == "A1"
+    order = SnapshotOrder(head("B1", epoch=2, sequence=2), (ACTOR,), 30.0, keepsake=keepsake, origin="A1")
+    taking = asyncio.run_coroutine_threadsafe(node.stager.snapshot(2, order), node.loop.loop)
+    go_on.set()
+    assert taking.result(60).members[0].member == ACTOR
+    node.call("refuse", 2, head(), "taken over")
+    node.call("discard", 2, head())
+    commit(node, head("B1", epoch=2, sequence=2))
+    (place,) = (node.root / "staging/run/global_step_1/B1/actor").glob("*model*")
+    assert torch.equal(load_file(place)["weight"], state["model"].weight)
+    assert not (node.root / "staging/run/global_step_1/A1").exists()
+
+
+def test_what_was_filled_again_is_not_told_of(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    node.call("snapshot", 1, SnapshotOrder(head(), (ACTOR,), 30.0, keepsake=Keepsake((), {}, ())))
+    stage(node, head())
+    node.call("mark", 1, 2, 30.0)
+    snapshot(node, head("A2", step=2, sequence=2))
+    assert [found.held for found in node.call("hello", 2, []).attempts] == [None, None]
 
 
 def test_images_are_reused_from_save_to_save(node: Node, agent: Agent) -> None:
