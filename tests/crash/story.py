@@ -33,6 +33,7 @@ class Teller:
         self.journal = journal
         self.again = again
         self.stagers = Stagers(place)
+        self._epoch = 0  # that it leads with; of a teller who goes on a higher one than its attempts'
 
     async def begin(self, epoch: int) -> None:
         """Opens the stagers and leads them."""
@@ -43,20 +44,21 @@ class Teller:
         store = self.place.store
         with self.journal.call("probe"):
             store.probe()
+        self._epoch = epoch
         if store.find(PATHS.epoch(epoch)) is None or self.again:
             with self.journal.call("claim", epoch=epoch, owner=f"owner-{epoch}"):
-                claimed = claim_epoch(store, PATHS, f"owner-{epoch}", epoch - 1)
-                assert claimed == epoch or self.again
+                self._epoch = claim_epoch(store, PATHS, f"owner-{epoch}", epoch - 1)
+                assert self._epoch == epoch or self.again
         for node in NODES:
-            with self.journal.call("hello", node=node, epoch=epoch):
-                await self.stagers.of[node].hello(epoch, DECLARATIONS)
+            with self.journal.call("hello", node=node, epoch=self._epoch):
+                await self.stagers.of[node].hello(self._epoch, DECLARATIONS)
 
     async def end(self) -> None:
         await self.stagers.close()
 
     async def save(self, head: AttemptHead, *, refuse: bool = False) -> None:
         """One attempt to its end: durable, or refused and discarded."""
-        epoch, of = head.epoch, self.stagers.of
+        epoch, of = self._epoch, self.stagers.of
         if not self.again:
             for node in NODES:
                 await of[node].mark(epoch, head.step, 30.0)
@@ -127,7 +129,7 @@ class Teller:
             await asyncio.to_thread(collect_remotely, self.place.store, PATHS, head, "retention")
         for node in NODES:
             with self.journal.call("collect", node=node, head=head):
-                await self.stagers.of[node].collect(3, head, "retention")
+                await self.stagers.of[node].collect(self._epoch, head, "retention")
 
     async def fetch(self, head: AttemptHead) -> None:
         """A resume on the other node: a shard comes from the store into the node's directory, and goes again."""
@@ -137,7 +139,7 @@ class Teller:
         with self.journal.call("fetch", node="n2"):
             assert await of["n2"].locate(head, record, (), None) is not None
         with self.journal.call("forget", node="n2"):
-            await of["n2"].forget(3)
+            await of["n2"].forget(self._epoch)
 
 
 async def _first(teller: Teller) -> None:
