@@ -35,7 +35,8 @@ class ParticipantPort(Protocol):
 
         With a higher epoch than before, everything that is paused is released first (whoever paused it can take no
         snapshot any more). The inventory also lists attempts of which only images are held (record NONE, not staged),
-        so that a new coordinator can end them; a broken record is told as UNKNOWN.
+        and tells of each attempt that is not completed whether its images are whole here, so that a new coordinator can
+        take it over or end it; a broken record is told as UNKNOWN.
         """
         ...
 
@@ -67,7 +68,8 @@ class ParticipantPort(Protocol):
         ...
 
     async def snapshot(self, epoch: int, order: SnapshotOrder) -> NodeSnapshot:
-        """Copies the members' state into images and seals them.
+        """Copies the members' state into images and seals them. With `order.origin` nothing is copied: the images of
+        that attempt are the new one's, and its write is given up; SnapshotError without them.
 
         Raises WindowClosedError when a member has begun its next update or its last mark was not of `order.head.step`
         (nothing was copied; the request waits for the next mark), SnapshotError naming the member for any other

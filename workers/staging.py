@@ -130,6 +130,8 @@ class Staging:
                 await asyncio.wait({snapshot.staged}, timeout=LET_GO_S)
                 if snapshot.being_written:
                     raise self._still_writing(snapshot)
+                if head.attempt in self._snapshots:
+                    return snapshot.vote  # asked twice, and the other one was first
             for shard in snapshot.shards:
                 self._image_of(shard).seal_for(head.attempt)
             for known in (self._snapshots, self._staged):
