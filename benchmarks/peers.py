@@ -12,16 +12,14 @@ files as well. DCP syncs what it writes; in the background it has one stager tha
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import lastgood
 
+from . import script
 from .ranks import ray_of_its_own, roots
 from .sharded import ShardedRank, state
 
@@ -219,16 +218,5 @@ def text(found: list[Cost]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    parser.add_argument("--megabytes", type=float, default=400.0, help="state of each rank, 10^6 bytes")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    found = measure(options.megabytes, options.rounds)
-    sys.stdout.write(json.dumps([asdict(each) for each in found]) + "\n" if options.json else text(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.run(__doc__, measure, text, megabytes=400.0, rounds=5))

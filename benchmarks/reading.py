@@ -10,8 +10,6 @@ the disk          the same bytes read past the page cache by as many threads, in
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import statistics
@@ -20,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,6 +29,8 @@ from lastgood.storage.image import ImageLayout
 from lastgood.storage.manifest import ShardRecord
 from lastgood.storage.tree import flatten
 from lastgood.workers.shard_reader import ShardCopy, ShardReader
+
+from . import script
 
 WARM_UP = 1
 
@@ -142,16 +142,5 @@ def text(found: list[Way]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    found = measure(options.gb, options.rounds)
-    sys.stdout.write(json.dumps([asdict(way) for way in found]) + "\n" if options.json else text(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.run(__doc__, measure, text, gb=1.0, rounds=5))

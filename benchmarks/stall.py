@@ -12,12 +12,10 @@ Each round waits until the save before is durable, so that its staging and uploa
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,6 +23,7 @@ import torch
 
 import lastgood
 
+from . import script
 from .ranks import Rank, rank_of, ray_of_its_own, roots, state
 
 MEMBERS = 2
@@ -148,16 +147,5 @@ def text(found: list[Lost]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    parser.add_argument("--megabytes", type=float, default=500.0, help="state of each rank, 10^6 bytes")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    found = measure(options.megabytes, options.rounds)
-    sys.stdout.write(json.dumps([asdict(each) for each in found]) + "\n" if options.json else text(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.run(__doc__, measure, text, megabytes=500.0, rounds=7))

@@ -7,13 +7,11 @@ to an actor of this Ray that does nothing, the unit in which to read the others.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import ray
 
 import lastgood
 
+from . import script
 from .ranks import new_ranks, rank_of, ray_of_its_own, roots, state, two_raylets
 
 MEMBERS = 2
@@ -120,16 +119,5 @@ def text(found: list[Spent]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--saves", type=int, default=40)
-    options = parser.parse_args()
-    found = measure(options.steps, options.saves)
-    sys.stdout.write(json.dumps([asdict(each) for each in found]) + "\n" if options.json else text(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.run(__doc__, measure, text, steps=500, saves=40))

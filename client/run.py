@@ -201,9 +201,8 @@ class Run:
             missing = self._link.call("declare", declaration, timeout_s=CALL_S)
             absent = [name for name in missing.members if name.startswith(f"{role}:")]
             if not absent:
-                memberships = {**self._progress.memberships, role: membership}
                 roles = (*(known for known in self._progress.roles if known.role != role), declaration)
-                self._progress = replace(self._progress, memberships=memberships, roles=roles)
+                self._progress = replace(self._progress, roles=roles)
                 return
             if time.monotonic() > until:
                 raise MembershipError(
@@ -281,17 +280,14 @@ class Run:
         untouched then, except where ResumeError says otherwise.
         """
         self._must_lead("resume")
-        memberships = self._progress.memberships
+        roles, memberships = self._progress.roles, self._progress.memberships
         terms = replace(resume_terms(self.options, allow_changes, on_reshard), memberships=memberships)
         chosen = resume_mode(self.options.resume if mode is None else mode)
         restored = self._link.call("resume", chosen, terms, timeout_s=self.options.resume_deadline_s + CALL_S)
         self._next_step = 1 if restored is None else restored.step + 1
         newest = tuple(self._link.call("hello", timeout_s=CALL_S)["newest"])
         head = None if restored is None else restored.head
-        roles = self._progress.roles
-        self._progress = Progress(
-            resumed=head, resumed_after=newest, newest=newest, memberships=memberships, roles=roles
-        )
+        self._progress = Progress(resumed=head, resumed_after=newest, newest=newest, roles=roles)
         return restored
 
     def end_step(self, step: int, metrics: Mapping[str, float] | None = None) -> StepOutcome:

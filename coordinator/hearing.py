@@ -14,7 +14,6 @@ from . import events as ev
 from .attempt import CERTAIN, OUTSTANDING, Attempt
 from .messages import AttemptHead, AttemptInventory, Blame, Inventory, RecordState
 from .moves import COPYING, PROVEN, Cause, Phase
-from .recovery import Verdict, decide
 
 if TYPE_CHECKING:
     from .protocol import Protocol
@@ -260,7 +259,6 @@ class Hearing:
         core.recovering = False
         found = sorted((a for a in core.active.values() if a.phase is Phase.FOUND), key=lambda a: a.order)
         for attempt in found:
-            decision = decide(attempt.participants, attempt.records, attempt.proof, core.heard)
-            if not attempt.held_at or decision.verdict in (Verdict.COMMITTED, Verdict.IN_DOUBT):
+            if not attempt.held_at or attempt.proof is not None or attempt.all_accept:
                 core.judge(attempt)
         core.memory.adopt([attempt for attempt in found if attempt.phase is Phase.FOUND])

@@ -226,8 +226,12 @@ class Progress:
     resumed: AttemptHead | None = None  # what the run continued from
     resumed_after: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     newest: tuple[int, int] = (0, 0)  # the same, when the last step ended
-    memberships: Mapping[str, str] = field(default_factory=dict)  # role -> the driver's newest add_members call for it
-    roles: tuple[RoleDeclaration, ...] = ()  # as the driver has declared them; without those that had no members
+    roles: tuple[RoleDeclaration, ...] = ()  # that the driver has declared, each by its newest add_members call
+
+    @property
+    def memberships(self) -> dict[str, str]:
+        """Role -> the driver's newest add_members call for it."""
+        return {role.role: role.membership for role in self.roles}
 
 
 # Member-led runs: the loop runs inside every rank, and the ranks call end_step (coordinator/grants.py).

@@ -36,7 +36,7 @@ class Nodes:
         self.incarnations: dict[str, str] = {}  # of their stagers
         self.silent: set[str] = set()  # nodes whose stagers did not answer the last hello
         self.marked_steps: set[int | None] = set()  # of the nodes with members, at boot
-        self.wishes: dict[str, SaveRequest] = {}  # saves that an earlier coordinator had taken in, by id
+        self.wishes: dict[str, Sequence[SaveRequest]] = {}  # saves that are not over, as each node's stager remembers
         self.awaited: set[str] = set()  # memberships whose members may be anywhere: whoever knew it has died
         self.ending = False  # stagers that do not answer are no news any more
         self._discover = discover
@@ -105,7 +105,7 @@ class Nodes:
             self.processes[answer.node] = answer.processes
             self.incarnations[answer.node] = answer.incarnation
             self._hear(answer)
-            self.wishes.update({request.request_id: request for request in answer.requests})
+            self.wishes[answer.node] = answer.requests
             if answer.members:
                 self.marked_steps.add(answer.marked_step)
             for info in answer.members:

@@ -97,7 +97,8 @@ class Options(BaseSettings):
         None,
         "a whole number of steps, at least 1; none to keep none",
         "Steps between snapshots that stay in memory (twice the memory) until the next one. When a process dies the"
-        " newest is saved, so a crash costs the step in progress and not those since the last save.",
+        " newest is saved, so a crash costs the step in progress and not those since the last save. Steps that end"
+        " while a save is being written are not kept.",
         ge=1,
     )
     snapshot: Literal["blocking", "overlapped"] = _option(

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from ..storage.errors import (
     DeadlineError,
-    FencedError,
     LastgoodError,
     MembershipError,
     ResumeError,
@@ -47,15 +46,15 @@ from .options import Options
 from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome
 from .ownership import Identity, Ownership
 from .policies import AnyOf, AtSteps, Decision, EverySteps, Moment, Never, SavePolicy
-from .ports import Discover, Notice, Notices
+from .ports import Discover, Notices
 from .protocol import Deadlines, Settings
-from .report import improving
 from .restore import Restored, ResumeTermsOrder
 from .resuming import Resuming
 from .runner import answer_within
 from .story import Story
 from .telling import Telling
 from .versions import versions
+from .watch import Watch
 from .wishes import Wishes
 
 log = logging.getLogger("lastgood.coordinator")
@@ -85,7 +84,6 @@ class Service:
         self._store_lane = store_lane
         self._shut_down = shut_down
         self._notices = notices
-        self._noticed: set[str] = set()
         self._paths = RunPaths("", options.run)
         self._ownership = Ownership(store, self._paths, identity, options.heartbeat_s * BEATS_PER_OWNER)
         self._identity = identity
@@ -148,12 +146,13 @@ class Service:
         for sentence in await self.driver.recover():
             log.warning("epoch %d: %s", self.epoch, sentence)
         await self._reopen()
-        for request in list(self.nodes.wishes.values()):
+        for request in {known.request_id: known for told in self.nodes.wishes.values() for known in told}.values():
             await self.save(request)
-        self.background(self._watch_over())
+        watch = Watch(self, self.driver, self._notices)
+        self.background(watch.over_life())
         self.background(self._housekeeping.run())
         if options.save_on_preemption:
-            self.background(self._heed_notices())
+            self.background(watch.over_notices())
         for work in self.member_led.works():
             self.background(work)
 
@@ -510,63 +509,3 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _watch_over(self) -> None:
-        """Every heartbeat: notices stagers that stop or come back, ends when nobody is left. Asks the store nothing."""
-        alone_since_s: float | None = None
-        while True:
-            await asyncio.sleep(self.options.heartbeat_s)
-            try:
-                await self.nodes.feel_pulses()
-                if any(self.nodes.processes.values()):
-                    alone_since_s = None
-                    continue
-                alone_since_s = alone_since_s if alone_since_s is not None else time.monotonic()
-                if time.monotonic() - alone_since_s > self.options.linger_s and await self._may_end():
-                    await self.end()
-                    return
-            except FencedError as error:
-                log.error("%s", error)
-                return
-            except Exception:
-                log.exception("one heartbeat of run %s failed; the next one tries again", self.options.run)
-
-    async def _may_end(self) -> bool:
-        """Nobody of the run has lived for linger_s: it ends once everything committed is durable, or can never be."""
-        run, limit_s = self.options.run, self.options.upload_deadline_s
-        log.warning("no process of run %s for %.0f s: it ends", run, self.options.linger_s)
-        drained = await self._led.drain(limit_s)
-        if any(self.nodes.processes.values()):
-            return False  # somebody came meanwhile
-        for sentence in drained.lagging:
-            log.error("run %s is not durable after %.0f s: %s", run, limit_s, sentence)
-        return not improving(self._led.core)
-
-    async def _heed_notices(self) -> None:
-        """Saves the last finished step, once, when a node of the run is about to be taken away.
-
-        By itself, since it asks the cluster, which may hang: that holds nothing else up.
-        """
-        while True:
-            await asyncio.sleep(self.options.heartbeat_s)
-            try:
-                for notice in await self._notices():
-                    if notice.key not in self._noticed:
-                        self._noticed.add(notice.key)
-                        await self._save_for(notice)
-            except FencedError as error:
-                log.error("%s", error)
-                return
-            except Exception:
-                log.exception("run %s could not look for notices; the next heartbeat tries again", self.options.run)
-
-    async def _save_for(self, notice: Notice) -> None:
-        """With no deadline of its own, even when it may come too late: half a chance is better than none."""
-        log.warning("%s: the last finished step is saved", notice.reason)
-        forecast = self._led.core.timings.forecast(None)
-        if notice.left_s is not None and forecast is not None and forecast.late_phase(notice.left_s) is not None:
-            log.error("%s: a save needs %.1f s as a rule, so this one may be lost", notice.reason, forecast.total_s)
-        request_id = f"notice-{self.epoch}-{notice.key}"
-        outcome = await self.save(SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster"))
-        if outcome.blame is not None:
-            log.error("%s, and no save is made: %s", notice.reason, outcome.blame)

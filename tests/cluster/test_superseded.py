@@ -26,6 +26,14 @@ def one_durable_step(world: World, **options: Any) -> None:
     world.durable(1)
 
 
+def stands_before_its_accepts(world: World, **options: Any) -> None:
+    """The coordinator has staged step 2 everywhere, and asks nobody to accept it before it is let go."""
+    one_durable_step(world, **options)
+    world.arm("coordinator.accept", "pause")
+    world.run.end_step(2)
+    world.fired("coordinator.accept")
+
+
 def at_rest(root: Path) -> dict[str, str]:
     """Every file below a root, with the digest of what is in it."""
     files = (path for path in root.rglob("*") if path.is_file())
@@ -40,10 +48,7 @@ def told_to_stop(world: World) -> str:
 def test_a_coordinator_that_was_superseded_while_it_stood_still_before_its_accepts_changes_nothing(
     world: World, tmp_path: Path
 ) -> None:
-    one_durable_step(world)
-    world.arm("coordinator.accept", "pause")
-    world.run.end_step(2)
-    world.fired("coordinator.accept")
+    stands_before_its_accepts(world)
     first = world.hello()
     with stopped(first["pid"]):
         assert "leads from Restored(step=1" in second_cluster(world, "yes", tmp_path / "second.py")
@@ -69,10 +74,7 @@ def test_a_coordinator_that_was_superseded_while_it_stood_still_before_its_accep
 def test_a_superseded_coordinator_writes_nothing_to_the_store_although_no_heartbeat_has_told_it_yet(
     world: World, tmp_path: Path
 ) -> None:
-    one_durable_step(world, heartbeat_s=60)  # it looks for a newer one every five heartbeats
-    world.arm("coordinator.accept", "pause")
-    world.run.end_step(2)
-    world.fired("coordinator.accept")
+    stands_before_its_accepts(world, heartbeat_s=60)  # it looks for a newer one every five heartbeats
     with stopped(world.hello()["pid"]):
         assert "leads from Restored(step=1" in second_cluster(world, "yes", tmp_path / "second.py")
         before = at_rest(world.store)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,15 @@ def campaign() -> Iterator[Campaign]:
             yield Campaign(folder, every=every or 10, samples=samples or 2)
     finally:
         logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For a campaign of one's own."""
+    logging.disable(logging.CRITICAL)
+    with folder_in_memory() as one, no_links():
+        yield one
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

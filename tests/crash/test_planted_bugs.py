@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.crash.campaign import Campaign, Found
-from tests.crash.cluster import no_links
-from tests.crash.memory import folder_in_memory
 from tests.crash.plants import PLANTS
 
 # What the judge says of each (part of one of its sentences).
@@ -24,14 +20,6 @@ SAYS = {
     "a record is written over": "the record accept of A1 was told and is gone",
     "a file is written in place": "epoch.json is visible and not whole",
 }
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    logging.disable(logging.CRITICAL)
-    with folder_in_memory() as one, no_links():
-        yield one
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("plant", PLANTS)

@@ -6,16 +6,13 @@ each that makes a commit visible, or moves a pointer.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lastgood.storage.layout import COMPLETED
 from tests.crash.campaign import Campaign, Found, Recorded
-from tests.crash.cluster import DISKS, PATHS, no_links
-from tests.crash.memory import folder_in_memory
+from tests.crash.cluster import DISKS, PATHS
 from tests.crash.operations import Operation
 from tests.crash.plants import AGAIN_PLANTS
 from tests.crash.story import AGAIN, CHAPTERS, SAVED_AGAIN, SECOND
@@ -32,14 +29,6 @@ SAYS = {
 def points(operation: Operation) -> bool:
     """Whether it gives its final name to COMPLETED, or to a pointer."""
     return operation.kind in ("link", "rename") and operation.other.endswith((f"/{COMPLETED}", f"/{PATHS.latest}"))
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    logging.disable(logging.CRITICAL)
-    with folder_in_memory() as one, no_links():
-        yield one
-    logging.disable(logging.NOTSET)
 
 
 def test_a_step_saved_again_keeps_its_first_commit_and_its_pointers_lead_to_the_second(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.coordinator import service as service_module
+from lastgood.coordinator import watch
 from lastgood.coordinator.commands import Announce
 from lastgood.coordinator.messages import AttemptHead, Blame, Progress, SaveState
 from lastgood.coordinator.moves import Phase
@@ -167,7 +167,7 @@ def test_a_run_without_anybody_ends_only_once_what_is_committed_is_durable(
         service = await alone(tmp_path, ended=lambda: ends.append("ended"), linger_s=0.1)
         assert service.driver is not None
         monkeypatch.setattr(service.driver, "drain", drain)
-        monkeypatch.setattr(service_module, "improving", lambda core: not drains[-1])
+        monkeypatch.setattr(watch, "improving", lambda core: not drains[-1])
         await until(lambda: bool(ends))
 
     asyncio.run(scene())
