@@ -58,6 +58,8 @@ class Breaker:
         if victim == "run":
             found = [pid for title in TITLES.values() for pid in self.field.named(title)]
             return [*found, *self.find("driver", 0)]
+        if victim == "services":
+            return [pid for kind in ("coordinator", "stager") for pid in self.field.named(TITLES[kind])]
         found = self.field.named(TITLES[victim])
         if victim == "stager":
             return [pid for pid in found if self._slot_of_stager(pid) == target]

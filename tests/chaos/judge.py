@@ -22,6 +22,7 @@ from lastgood.storage.verify import RejectKind, find_committed
 if TYPE_CHECKING:
     from tests.chaos.trial import Conduct
 
+OUTLIVED = ("member", "driver", "coordinator")  # what is in memory outlives their death
 LEFT_S = 20.0  # how long lastgood's processes may take to go after close
 
 
@@ -31,7 +32,15 @@ def judge(trial: Conduct) -> None:
 
     broken = [
         sentence
-        for look in (_exact, _resumed_newest, _verified, _kept, _one_per_sequence, _nothing_left)
+        for look in (
+            _exact,
+            _resumed_newest,
+            _nothing_trained_twice,
+            _verified,
+            _kept,
+            _one_per_sequence,
+            _nothing_left,
+        )
         for sentence in look(trial)
     ]
     if broken:
@@ -84,6 +93,21 @@ def _resumed_newest(trial: Conduct) -> Iterator[str]:
             )
         if final and told:
             yield f"with every node back, the last resume still says: {told}"
+
+
+def _nothing_trained_twice(trial: Conduct) -> Iterator[str]:
+    """As long as the stagers live, a step that end_step said is in memory outlives ranks, drivers and coordinators."""
+    last = 0
+    for entry in trial.entries:
+        if entry["event"] == "ended" and entry["in_memory"]:
+            last = entry["step"]
+        if entry["event"] != "resumed":
+            continue
+        fired = [one for one in trial.struck if one.fired and one.fired_at < entry["at"]]
+        if any(one.fault.kind != "kill" or one.victim not in OUTLIVED for one in fired):
+            return
+        if entry["step"] < last:
+            yield f"resumed from step {entry['step']} although step {last} was in memory, and no stager was harmed"
 
 
 def _verified(trial: Conduct) -> Iterator[str]:

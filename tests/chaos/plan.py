@@ -49,6 +49,16 @@ PAUSING = {  # only where a component asks for pause and release
     "coordinator.release": "release",
     "member.release": "release",
 }
+SAVING = (  # from here on a snapshot is whole in memory, and not yet committed
+    "stager.snapshot.sealed",
+    "coordinator.stage",
+    "stager.stage.begin",
+    "storage.write_image.middle",
+    "stager.stage.written",
+    "coordinator.staged",
+    "coordinator.accept",
+    "stager.record.accept",
+)
 COLLECTING = {"stager.collect.tombstone": "retention"}
 ABORTING = {"coordinator.refuse": "abort", "stager.record.refuse": "abort", "coordinator.discard": "abort"}
 RESUMING = {"member.load": "resume", "member.apply": "resume", "member.forget": "resume", "member.reopen": "recovery"}
@@ -61,12 +71,23 @@ def is_passed_by(point: str, victim: str) -> bool:
     return owner == victim or (owner == "storage" and victim in ("stager", "coordinator"))
 
 
-VICTIMS = {"member": 20, "driver": 14, "stager": 20, "coordinator": 20, "raylet": 14, "node": 6, "run": 4, "cluster": 2}
+VICTIMS = {
+    "member": 20,
+    "driver": 14,
+    "stager": 20,
+    "coordinator": 20,
+    "services": 6,
+    "raylet": 14,
+    "node": 6,
+    "run": 4,
+    "cluster": 2,
+}
 SAID = {  # for people
     "member": "a rank",
     "driver": "the driver",
     "stager": "a stager",
     "coordinator": "the coordinator",
+    "services": "the coordinator and all stagers",
     "raylet": "a raylet",
     "node": "a node: raylet and all its processes",
     "run": "everything of the run",
@@ -126,9 +147,10 @@ class Plan:
     witnessed: bool = False  # another job looks on and saves by hand (which also wakes a coordinator)
     rank_slots: tuple[int, ...] = field(default=(0, 1))
     snapshot: str = "blocking"
+    in_memory: bool = False  # every step is kept in memory, and every third is saved; else every step is saved
 
     def __str__(self) -> str:
-        how = ", overlapped" if self.snapshot == "overlapped" else ""
+        how = (", overlapped" if self.snapshot == "overlapped" else "") + (", in memory" if self.in_memory else "")
         return f"seed {self.seed} trial {self.trial}{how}: " + "; then ".join(map(str, self.faults))
 
 
@@ -159,29 +181,33 @@ def draw(seed: int, trial: int, *, slots: int, cuttable: bool) -> Plan:
         dice.random() < 0.6,
         tuple(range(slots - 2, slots)),
         dice.choice(("blocking", "overlapped")),
+        dice.random() < 0.35,
     )
 
 
 def _pair(dice: random.Random, slots: int) -> list[Fault]:
     """A fault that makes the run do something rare, and one in the midst of that: it aborts an attempt, or a new
-    coordinator takes over an open window."""
-    aborts = dice.random() < 0.6
-    if aborts:
-        victim, point = dice.choice(
+    coordinator takes over an open window, or what a process that died has trained is to be saved without it."""
+    rare = dice.choices(("abort", "window", "rescue"), (4, 2, 4))[0]
+    slot = dice.randrange(slots - 2, slots)
+    second, point, delay_s = dice.choice(("stager", "coordinator", "member", "driver")), None, dice.uniform(0.0, 0.05)
+    if rare == "abort":
+        victim, at = dice.choice(
             (("member", "member.copy"), ("stager", "stager.snapshot.sealed"), ("stager", "storage.write_image.middle"))
         )
-        rare = dice.choice(list(ABORTING))
-    else:
+        point = dice.choice(list(ABORTING))
+    elif rare == "window":
         victim = "coordinator"
-        point = dice.choice(("coordinator.upload", "coordinator.complete_remotely", "coordinator.note_durable"))
-        rare = "member.reopen"
-    slot = dice.randrange(slots - 2, slots)
-    first = Fault(victim, "kill", Moment("ended", dice.randint(1, 3), point), slot if victim == "stager" else 0)
-    second = dice.choice(("stager", "coordinator", "member", "driver"))
-    kind = _kind(dice, second, cuttable=False)
+        at = dice.choice(("coordinator.upload", "coordinator.complete_remotely", "coordinator.note_durable"))
+        point = "member.reopen"
+    else:
+        victim, at = dice.choice(("member", "driver")), dice.choice(SAVING)
+        second = dice.choices(("coordinator", "services", "driver", "member"), (6, 2, 2, 2))[0]
+        delay_s = dice.choice((delay_s, dice.uniform(0.0, 1.0)))
+    first = Fault(victim, "kill", Moment("ended", dice.randint(1, 3), at), slot if victim == "stager" else 0)
+    kind = "kill" if rare == "rescue" else _kind(dice, second, cuttable=False)
     target = slot if second == "stager" else dice.randrange(2)
-    moment = Moment(*AT_ONCE, rare, dice.uniform(0.0, 0.05))
-    return [first, Fault(second, kind, moment, target, _hold_s(dice, second, kind))]
+    return [first, Fault(second, kind, Moment(*AT_ONCE, point, delay_s), target, _hold_s(dice, second, kind))]
 
 
 def _fault(dice: random.Random, points: Sequence[str], cuttable: bool, slots: int, *, first: bool) -> Fault:

@@ -44,6 +44,9 @@ def test_a_plan_comes_from_seed_and_number_alone_and_in_time_every_victim_is_bro
     assert {fault.victim for fault in faults} == set(VICTIMS) == set(SAID)
     assert {fault.kind for fault in faults} == set(KINDS)
     assert {fault.moment.point for fault in faults} - {None} == set(PHASES)
+    assert {plan.in_memory for plan in plans} == {True, False}
+    rescued = {("driver", "coordinator"), ("member", "coordinator"), ("member", "services")}
+    assert rescued <= {tuple(f.victim for f in plan.faults) for plan in plans if plan.in_memory}
     assert all(fault.target in (1,) for fault in faults if fault.victim in ("raylet", "node"))
 
 

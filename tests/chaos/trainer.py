@@ -173,7 +173,14 @@ class Trainer:
             self.queue.taken += 3
         self.journal.tell("step", step=step, **self.look())
         outcome = self.run.end_step(step, metrics={"loss": losses[0]})
-        self.journal.tell("ended", step=step, saved=outcome.saving, failures=outcome.failures, reason=outcome.reason)
+        self.journal.tell(
+            "ended",
+            step=step,
+            saved=outcome.saving,
+            in_memory=outcome.in_memory,
+            failures=outcome.failures,
+            reason=outcome.reason,
+        )
         return outcome
 
     def train(self) -> None:

@@ -41,6 +41,7 @@ OPTIONS = {
     "resume_deadline_s": 60,
     "max_consecutive_failures": 1000,
 }
+IN_MEMORY = {"save_freq": 3, "snapshot_freq": 1}
 
 
 class TrialError(Exception):
@@ -244,7 +245,12 @@ class Conduct:
             self.run,
             str(self.folder),
             self.plan.rank_slots,
-            {**OPTIONS, "save_total_limit": self.plan.save_total_limit, "snapshot": self.plan.snapshot},
+            {
+                **OPTIONS,
+                **(IN_MEMORY if self.plan.in_memory else {}),
+                "save_total_limit": self.plan.save_total_limit,
+                "snapshot": self.plan.snapshot,
+            },
             self.plan.queue,
             self.plan.mends_itself,
         )
