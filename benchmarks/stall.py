@@ -6,6 +6,7 @@ rounds after two that warm up (images are made, pages faulted in), one way after
 memcpy       both ranks at once copy all their tensors into memory of their own that is warm
 blocking     end_step, called -> returned
 overlapped   end_step, called -> returned, and what the next optimizer step then waits for, three memcpys later
+first        blocking, the first save of new ranks: of their second step, or of their very first; no warm-up
 
 Each round waits until the save before is durable, so that its staging and upload take no part in it.
 """
@@ -70,8 +71,8 @@ class Lost:
     copies: float
 
     @classmethod
-    def of(cls, what: str, seconds: list[float], memcpy_s: float) -> Lost:
-        kept = seconds[WARM_UP:]
+    def of(cls, what: str, seconds: list[float], memcpy_s: float, warm_up: int = WARM_UP) -> Lost:
+        kept = seconds[warm_up:]
         median_s = statistics.median(kept)
         return cls(what, len(kept), median_s, min(kept), max(kept), median_s / memcpy_s)
 
@@ -79,12 +80,14 @@ class Lost:
 class Trial:
     """One run over two ranks, whose saves either block or overlap."""
 
-    def __init__(self, folder: Any, megabytes: float, snapshot: str) -> None:
+    def __init__(self, folder: Any, megabytes: float, snapshot: str, name: str = "", save_freq: int = 1) -> None:
         self.ranks: list[Any] = [
             ray.remote(CopyingRank).options(num_cpus=0).remote(rank, MEMBERS, megabytes) for rank in range(MEMBERS)
         ]
         ray.get([rank.update.remote() for rank in self.ranks])
-        self.run = lastgood.attach(snapshot, **roots(folder), save_freq=1, save_total_limit=2, snapshot=snapshot)
+        self.run = lastgood.attach(
+            name or snapshot, **roots(folder), save_freq=save_freq, save_total_limit=2, snapshot=snapshot
+        )
         self.run.add_members("actor", self.ranks, state=state, rank=rank_of)
         self.run.resume()
         self.step = 0
@@ -116,6 +119,19 @@ class Trial:
             ray.kill(rank)
 
 
+def first_s(folder: Any, megabytes: float, step: int, number: int) -> float:
+    """The first save of new ranks, of their first step or of their second."""
+    trial = Trial(folder, megabytes, "blocking", f"first-{step}-{number}", save_freq=step)
+    for _ in range(1, step):
+        trial.end_step_s()
+        time.sleep(IDLE_COPIES * trial.memcpy_s())  # the idle phase that is measured, no wait for a condition
+        trial.held_s()
+    lost_s = trial.end_step_s()
+    trial.settle()
+    trial.end()
+    return lost_s
+
+
 def measure(megabytes: float, rounds: int) -> list[Lost]:
     memcpy: list[float] = []
     blocking: list[float] = []
@@ -131,11 +147,18 @@ def measure(megabytes: float, rounds: int) -> list[Lost]:
                 (blocking if snapshot == "blocking" else overlapped).append(lost_s + trial.held_s())
                 trial.settle()
             trial.end()
+    first: dict[int, list[float]] = {1: [], 2: []}
+    with ray_of_its_own() as folder:
+        for number in range(rounds):
+            for step, seconds in first.items():
+                seconds.append(first_s(folder, megabytes, step, number))
     memcpy_s = statistics.median(memcpy[WARM_UP:])
     return [
         Lost.of("one memcpy of the state", memcpy, memcpy_s),
         Lost.of("a save, blocking", blocking, memcpy_s),
         Lost.of("a save, overlapped", overlapped, memcpy_s),
+        Lost.of("the first save, of the second step", first[2], memcpy_s, warm_up=0),
+        Lost.of("the first save, of the first step", first[1], memcpy_s, warm_up=0),
     ]
 
 

@@ -22,13 +22,14 @@ from ..coordinator.messages import AttemptHead, LoadRequest, MemberId, MemberInf
 from ..storage.errors import FencedError, IntegrityError, LastgoodError, SnapshotError
 from ..storage.failpoints import failpoint
 from ..storage.ids import ulid
-from ..storage.image import BoundImage, ImageLayout
 from ..storage.manifest import Manifest, ShardRecord
 from ..storage.tree import Flat, flatten
-from .images import HEADER_BYTES, Image
+from .component import Tree
+from .images import HEADER_BYTES
 from .load import PreparedMember, apply_all, prepare
 from .member import Member
-from .orders import Answer, ImageRequest, Order, OrderKind, SealedShard
+from .orders import Answer, ImageRequest, Order, OrderKind
+from .own_images import Key, OwnImages
 from .processes import pid_namespace_of_this_process
 from .shard_reader import ShardCopy
 from .stillness import Stillness
@@ -80,11 +81,10 @@ class Agent:
         self._link = link
         self._members: dict[MemberId, Member] = {}
         self._infos: dict[MemberId, MemberInfo] = {}
-        self._images: dict[str, Image] = {}
-        self._bound: dict[str, BoundImage] = {}
-        self._paths: dict[tuple[MemberId, str], str] = {}  # the image each component was given last
-        self._layouts: dict[tuple[MemberId, str], ImageLayout] = {}
+        self._images = OwnImages(lambda requests: link.provide(self.process, requests))
+        self._unprepared = True  # no image was made ahead since this process registered
         self._loaded: tuple[AttemptHead, list[PreparedMember]] | None = None
+        self._resumed = False  # state was applied, and the resume is not over
         self._highest_epoch = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -148,6 +148,7 @@ class Agent:
         with self._lock:
             infos = tuple(replace(info, granted=self._members[name].pace.grant) for name, info in self._infos.items())
         folder = self._link.register(self.process, os.getpid(), pid_namespace_of_this_process(), infos)
+        self._unprepared = True
         if not Path(folder).is_dir():
             raise SnapshotError(
                 f"this process (pid {os.getpid()}) does not see the stager's shared memory {folder}. "
@@ -178,9 +179,7 @@ class Agent:
             if order.order_id != last.order_id:  # a repeated order gets the same answer, and is not done twice
                 last = self._carry_out(order)
             answer = last
-        self._bound.clear()
-        for image in self._images.values():
-            image.close()
+        self._images.close()
 
     def _carry_out(self, order: Order) -> Answer:
         try:
@@ -216,7 +215,10 @@ class Agent:
             gone = sorted(set(order.members) - members.keys())
             raise SnapshotError(f"{gone[0]} is no longer a member in process {os.getpid()}", member=gone[0])
         if order.kind is OrderKind.MARK:
-            return Answer(order.order_id, tuple(member.mark(order.step) for member in members.values()))
+            reports = tuple(member.mark(order.step) for member in members.values())
+            if self._unprepared:
+                self._prepare_images(members)
+            return Answer(order.order_id, reports)
         if order.kind is OrderKind.REOPEN:
             for member in members.values():
                 member.gate.require(order.step)
@@ -231,8 +233,12 @@ class Agent:
         elif order.kind is OrderKind.APPLY:
             assert order.head is not None
             self._apply(order.head)
+            self._resumed = True
         elif order.kind is OrderKind.FORGET:
             self._loaded = None
+            if self._resumed and self._unprepared:
+                self._prepare_images(members)
+            self._resumed = False
         elif order.kind is OrderKind.GRANT:
             assert order.grant is not None
             for member in members.values():
@@ -250,61 +256,40 @@ class Agent:
     def _snapshot(self, order: Order, head: AttemptHead, members: Mapping[MemberId, Member]) -> Answer:
         """Copies every member's components into images; an update that wants to begin waits until it is done."""
         reports: list[MemberReport] = []
-        sealed: list[SealedShard] = []
         began = time.monotonic()
         with contextlib.ExitStack() as copies:
             for member in members.values():
                 copies.enter_context(member.gate.copying(order.step))
-            flats: dict[tuple[MemberId, str], Flat] = {}
             trees = {name: member.capture(order.step) for name, member in members.items()}
             before = Stillness({str(name): found for name, found in trees.items()})
             if order.overlapped:  # not earlier: what is written from here on is noticed
                 self._link.copying(self.process, head.attempt)
-            for name, found in trees.items():
-                for component, tree in found.items():
-                    with _blaming(name, component):
-                        key = (name, component)
-                        flats[key] = flatten(tree)
-                        self._layouts[key] = ImageLayout.of(flats[key], self._layouts.get(key))
-            requests = [ImageRequest(*key, self._layouts[key].nbytes, head.attempt) for key in flats]
-            self._let_go(requests)
-            paths = self._link.provide(self.process, requests)
-            self._paths.update(paths)
-            for key, flat in flats.items():
-                layout = self._layouts[key]
-                image = self._image(paths[key])
-                image.begin(head.attempt)
-                failpoint("member.copy")
-                self._bind(paths[key], image, layout).write(flat)
-                image.seal(layout.nbytes)
-                sealed.append(SealedShard(*key, str(image.path), layout.nbytes, layout.chunks))
+            flats = self._laid_out(trees)
+            sealed = self._images.fill(head.attempt, flats)
             _require_still(before, order)
             for name, member in members.items():
-                nbytes = sum(self._layouts[key].nbytes for key in flats if key[0] == name)
+                nbytes = sum(self._images.nbytes(key) for key in flats if key[0] == name)
                 reports.append(member.report(order.step, nbytes))
         log.debug("attempt %s copied in %.3f s", head.attempt, time.monotonic() - began)
-        return Answer(order.order_id, tuple(reports), tuple(sealed))
+        return Answer(order.order_id, tuple(reports), sealed)
 
-    def _let_go(self, requests: Sequence[ImageRequest]) -> None:
-        """Unmaps images that are gone or too small before others are asked for: memory need not hold both."""
-        needed = {self._paths.get((request.member, request.component)): request.nbytes for request in requests}
-        for path, image in list(self._images.items()):
-            if not Path(path).exists() or image.capacity < needed.get(path, 0):
-                self._bound.pop(path, None)
-                self._images.pop(path).close()
+    def _laid_out(self, trees: Mapping[MemberId, Mapping[str, Tree]]) -> dict[Key, Flat]:
+        flats: dict[Key, Flat] = {}
+        for name, found in trees.items():
+            for component, tree in found.items():
+                with _blaming(name, component):
+                    flats[name, component] = flat = flatten(tree)
+                    self._images.lay_out((name, component), flat)
+        return flats
 
-    def _image(self, path: str) -> Image:
-        image = self._images.get(path)
-        if image is None:
-            image = self._images[path] = Image.open(Path(path))
-        return image
-
-    def _bind(self, path: str, image: Image, layout: ImageLayout) -> BoundImage:
-        """The image prepared for this layout; kept, since preparing thousands of tensors takes time."""
-        bound = self._bound.get(path)
-        if bound is None or bound.layout is not layout:
-            bound = self._bound[path] = layout.bind(image.payload)
-        return bound
+    def _prepare_images(self, members: Mapping[MemberId, Member]) -> None:
+        """Nothing moves now, and all state is there: its images are made while training goes on."""
+        self._unprepared = False
+        try:
+            trees = {name: member.survey() for name, member in members.items()}
+            self._images.make_ahead(list(self._laid_out(trees)))
+        except LastgoodError as error:
+            log.warning("the next save is going to fail: %s", error)
 
     def _load(
         self, head: AttemptHead, request: LoadRequest, members: Mapping[MemberId, Member]

@@ -157,11 +157,12 @@ class Member:
                 "stands. Declare it, and where it took the place of a declared one, add the member again.",
                 member=str(self.id),
             )
+        self._fence.wait(self.devices())
         return self.survey()
 
     def survey(self) -> dict[str, Tree]:
-        """As capture, but of any moment: to plan images and to find out early what cannot be encoded."""
-        self._fence.wait(self.devices())
+        """The same trees of any moment, whose tensors may still change: to lay images out, and to find out early what
+        cannot be encoded."""
         trees: dict[str, Tree] = {}
         for name, component in self.components.items():
             with _named(self.id, name, "capture its state"):

@@ -326,7 +326,11 @@ class Staging:
         attempt's images are still being written.
         """
         await self._writes_over(requests)
-        return await self._slots.provide(process, requests, self._snapshots)
+        paths = await self._slots.provide(process, requests, self._snapshots)
+        if process not in self._living():  # it went while its images were made: nobody else lets go of them
+            self.bury(process)
+            raise SnapshotError(f"process {process} has left node {self.node}; it gets no images", node=self.node)
+        return paths
 
     def bury(self, process: str) -> None:
         """A process is gone; see Slots.bury."""

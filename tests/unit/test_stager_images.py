@@ -213,12 +213,12 @@ def test_an_image_that_grows_is_unmapped_before_the_larger_one_is_asked_for(node
     node.call("mark", 1, 1, 30.0)
     snapshot(node, head())
     commit(node, head())
-    before = agent._paths[ACTOR, "cursor"]
+    before = agent._images._paths[ACTOR, "cursor"]
     mapped_then: list[bool] = []
     provide = node.stager.provide
 
     async def watched(*arguments: Any) -> Any:
-        mapped_then.append(before in agent._images)
+        mapped_then.append(before in agent._images._images)
         return await provide(*arguments)
 
     node.stager.provide = watched  # type: ignore[method-assign]
