@@ -249,7 +249,7 @@ class FleetStore:
         self.objects[key] = data
         return True
 
-    def put_file(self, key: str, path: Path, digests: BlockDigests) -> None:
+    def put_file(self, key: str, path: Path, digests: BlockDigests, same_as: str | None = None) -> None:
         raise NotImplementedError("the fleet has no files")
 
     def get(self, key: str) -> bytes:

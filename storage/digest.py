@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -68,15 +68,19 @@ def hash_block(buffer: memoryview, begin: int, end: int) -> str:
 
 
 def digest_blocks(
-    buffer: memoryview | bytes, block_bytes: int = DEFAULT_BLOCK_BYTES, threads: int = DEFAULT_THREADS
+    buffer: memoryview | bytes,
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+    threads: int = DEFAULT_THREADS,
+    start_thread: Callable[[], None] | None = None,
 ) -> BlockDigests:
-    """Digests of bytes in memory. The buffer must not change meanwhile."""
+    """Digests of bytes in memory, which must not change meanwhile. Each thread that hashes calls `start_thread` first;
+    without it a single block is hashed by the caller's."""
     view = memoryview(buffer).cast("B")
     ranges = list(block_ranges(len(view), block_bytes))
-    if len(ranges) <= 1 or threads <= 1:
+    if start_thread is None and (len(ranges) <= 1 or threads <= 1):
         blocks = tuple(hash_block(view, begin, end) for begin, end in ranges)
     else:
-        with ThreadPoolExecutor(threads, "lastgood-hash") as pool:
+        with ThreadPoolExecutor(max(1, threads), "lastgood-hash", start_thread) as pool:
             blocks = tuple(pool.map(lambda part: hash_block(view, *part), ranges))
     return BlockDigests.of_blocks(len(view), block_bytes, blocks)
 

@@ -345,6 +345,24 @@ def _write_pieces(fd: int, view: memoryview, path: Path, block_bytes: int, crew:
         crew.work(view, block_bytes, list(block_ranges(len(view), WRITE_BYTES)), write, at_once=False)
 
 
+def link_image(source: Path, path: Path, nbytes: int) -> bool:
+    """Gives the shard file at `source` a second name, durable at return. The caller knows that it is whole.
+
+    Answers False when that cannot be: it is gone, or is not `nbytes` long, or is no plain file, or cannot be linked
+    there, or something stands at `path`. Raises StagingError when the name cannot be made durable.
+    """
+    try:
+        found = source.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+            return False
+        os.link(source, path)
+    except OSError:
+        return False
+    with translated("sync the directory", path.parent, staging_error):
+        fsync_dir(path.parent)
+    return True
+
+
 def _preallocate(fd: int, nbytes: int) -> None:
     """Takes the space at once, so that a full disk is known before anything is copied."""
     if nbytes == 0:

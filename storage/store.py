@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from . import files
 from .digest import BlockDigests, RunningDigest
-from .errors import AlreadyExistsError, IntegrityError, OptionsError, StoreError, StoreUnavailableError
+from .errors import AlreadyExistsError, IntegrityError, LastgoodError, OptionsError, StoreError, StoreUnavailableError
 from .failpoints import failpoint
 from .ids import new_id
 from .layout import check_relative, confine
@@ -91,9 +91,11 @@ class Store(Protocol):
         """
         ...
 
-    def put_file(self, key: str, path: Path, digests: BlockDigests) -> None:
+    def put_file(self, key: str, path: Path, digests: BlockDigests, same_as: str | None = None) -> None:
         """Copies a local file, checks every block against `digests` on the way and once it stands there.
 
+        `same_as`: a key under which these bytes stood. Where they do, whole, and the store can give an object a second
+        name, it does that instead.
         Idempotent: when these bytes stand already, nothing happens. Raises AlreadyExistsError when others do,
         IntegrityError when the local file is not what `digests` say (nothing appears under the key then).
         """
@@ -262,13 +264,22 @@ class FileStore:
         self.replace(key, data)
         return True
 
-    def put_file(self, key: str, path: Path, digests: BlockDigests) -> None:
+    def put_file(self, key: str, path: Path, digests: BlockDigests, same_as: str | None = None) -> None:
         target = self.place(key)
         if not self._stands(key, target, digests):
-            self._in_folder(target, lambda: self._put(key, target, path, digests))
+            if same_as is None or not self._in_folder(target, lambda: self._link(same_as, target, digests)):
+                self._in_folder(target, lambda: self._put(key, target, path, digests))
             return
         with files.translated("sync", target, store_error):
             files.fsync_dir(target.parent)  # whoever put it there may have died before its name was durable
+
+    def _link(self, same_as: str, target: Path, digests: BlockDigests) -> bool:
+        """Gives the object at `same_as` a second name if it holds these bytes, and every one is read. Else False."""
+        source = self.place(same_as)
+        try:
+            return self._stands(same_as, source, digests) and files.link_into_place(source, target)
+        except (LastgoodError, OSError):
+            return False  # it has rotted, or cannot be read or linked: the copy tells what is wrong with the store
 
     def _put(self, key: str, target: Path, path: Path, digests: BlockDigests) -> None:
         temporary = files.temporary_beside(target)

@@ -99,6 +99,7 @@ class Stager:
         self._disk_lane = Lane(f"the staging disk of node {self.node} at {config.staging}", DISK_THREADS, StagingError)
         self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
         self._uploads: dict[str, asyncio.Future[None]] = {}  # by attempt
+        self._stored: dict[tuple[str, int, str], tuple[str, BlockDigests]] = {}  # where a component's last shard stands
         self._finder = Finder(self._disk, self._on_disk, store, self._at_store, peer_read)
 
     async def close(self) -> None:
@@ -340,7 +341,11 @@ class Stager:
             place = self._disk.paths.place(key)
             await pass_point("stager.upload.shard")
             digests = BlockDigests.of_record(record)
-            await self._at_store(f"storing {key}", self._store.put_file, key, place, digests, limit_s=SHARD_S)
+            shard = (record.role, record.rank, record.component)
+            before = self._stored.get(shard)
+            same_as = None if before is None or before[1] != digests else before[0]
+            await self._at_store(f"storing {key}", self._store.put_file, key, place, digests, same_as, limit_s=SHARD_S)
+            self._stored[shard] = (key, digests)
 
     async def note_durable(self, epoch: int, head: AttemptHead) -> None:
         await self._heed(epoch)

@@ -31,6 +31,7 @@ from .orders import ImageRequest, SealedShard
 from .priority import lower_this_thread
 from .slots import Slots
 from .snapshots import StandingSnapshot
+from .unchanged import Key, Unchanged
 
 log = logging.getLogger("lastgood.stager")
 
@@ -89,6 +90,7 @@ class Staging:
         self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._writers = asyncio.Semaphore(config.shards_at_once)
         self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
+        self._unchanged = Unchanged(config.threads_per_shard, lower_this_thread)
         self._slots = Slots(room, self.node, config.images_per_component, self._create_image)
 
     def close(self) -> None:
@@ -245,7 +247,7 @@ class Staging:
                 progress.give_up()
             payload = image.payload[: shard.nbytes]
             try:
-                digests = await asyncio.to_thread(self._write_file, head, path, payload, progress)
+                digests = await asyncio.to_thread(self._write_file, head, key, path, payload, progress)
             except LastgoodError as error:
                 raise type(error)(
                     f"{shard.member}.{shard.component}: {error.message}",
@@ -265,11 +267,13 @@ class Staging:
             chunks=shard.chunks,
         )
 
-    def _write_file(self, head: AttemptHead, path: str, payload: memoryview, progress: WriteProgress) -> BlockDigests:
-        """Writes one shard; blocks. However it ends, `progress.ended` is set."""
+    def _write_file(
+        self, head: AttemptHead, key: Key, path: str, payload: memoryview, progress: WriteProgress
+    ) -> BlockDigests:
+        """Writes one shard, or links it; blocks. However it ends, `progress.ended` is set."""
         try:
             place = self._disk.shard_file(head, path)
-            return write_image(
+            digests = self._unchanged.link(key, payload, place, progress) or write_image(
                 payload,
                 place,
                 block_bytes=self._config.block_bytes,
@@ -277,6 +281,8 @@ class Staging:
                 start_thread=lower_this_thread,
                 progress=progress,
             )
+            self._unchanged.note(key, place, digests)
+            return digests
         finally:
             progress.ended = True
 

@@ -97,6 +97,22 @@ def test_put_file_never_overwrites_other_bytes(store: Store, shard: tuple[Path, 
     assert store.get(KEY) == b"somebody else's"
 
 
+def test_put_file_of_bytes_that_stand_under_another_key_makes_an_object_of_its_own(
+    store: Store, shard: tuple[Path, BlockDigests]
+) -> None:
+    path, digests = shard
+    store.put_file(KEY, path, digests)
+    store.put_file(KEY + "2", path, digests, same_as=KEY)
+    store.delete_many([KEY])
+    assert store.get(KEY + "2") == path.read_bytes()
+    store.put_file(KEY + "3", path, digests, same_as=KEY)  # it is gone
+    store.replace(KEY, b"z" * digests.nbytes)
+    store.put_file(KEY + "4", path, digests, same_as=KEY)  # it is another now
+    assert store.get(KEY + "3") == store.get(KEY + "4") == path.read_bytes()
+    with pytest.raises(IntegrityError):
+        store.put_file(KEY + "5", path, digests, same_as="../out")
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "grow", "remove", "empty"])
 def test_a_local_file_that_is_not_what_was_staged_never_appears(
     store: Store, shard: tuple[Path, BlockDigests], damage: str

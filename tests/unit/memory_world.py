@@ -115,7 +115,7 @@ class MemoryStore:
         self.replace(key, data)
         return True
 
-    def put_file(self, key: str, path: Path, digests: BlockDigests) -> None:
+    def put_file(self, key: str, path: Path, digests: BlockDigests, same_as: str | None = None) -> None:
         raise NotImplementedError("ports in memory have no files")
 
     def get(self, key: str) -> bytes:

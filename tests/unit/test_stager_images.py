@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from lastgood.coordinator.messages import AttemptHead, Keepsake, LoadRequest, RecordState, SnapshotOrder
 from lastgood.storage.errors import SnapshotError
-from lastgood.storage.files import WriteProgress
 from lastgood.storage.manifest import Manifest
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import ImageState
@@ -139,11 +138,11 @@ def test_what_is_staged_for_a_coordinator_that_died_is_taken_over_as_well(
     begun, go_on = threading.Event(), threading.Event()
     write = Staging._write_file
 
-    def slow(staging: Staging, at: AttemptHead, path: str, payload: memoryview, progress: WriteProgress) -> Any:
+    def slow(staging: Staging, at: AttemptHead, *arguments: Any) -> Any:
         if at.attempt == "A1":
             begun.set()
             assert go_on.wait(60)
-        return write(staging, at, path, payload, progress)
+        return write(staging, at, *arguments)
 
     if when == "while it is written":
         monkeypatch.setattr(Staging, "_write_file", slow)
