@@ -204,10 +204,10 @@ class FleetPort:
     async def discard(self, epoch: int, head: AttemptHead) -> None:
         self._count("discard")
 
-    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
+    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float, members: Any) -> None:
         self._count("load")
 
-    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float, members: Any) -> None:
         self._count("apply")
 
     async def forget(self, epoch: int) -> None:

@@ -99,7 +99,8 @@ class SaveHandle:
         given_s = self._request.deadline_s
         if given_s is None:
             return self._request
-        return replace(self._request, deadline_s=max(0.001, given_s - (time.monotonic() - self._asked_s)))
+        left_s = max(0.001, given_s - (time.monotonic() - self._asked_s))
+        return replace(self._request, deadline_s=left_s, asked_at=time.time())
 
 
 def _bound(left_s: float) -> float:
@@ -340,18 +341,21 @@ class Run:
         """Asks for a checkpoint of the last finished step, from any job of the cluster; returns at once.
 
         While the members only roll out it is made at once; during an update it waits for that update's end.
-        `deadline_s`: seconds until it must be committed, or it fails and leaves everything as it was; a deadline that
-        past saves of this run would not have met fails at once and says which phase would be late.
+        `deadline_s`: seconds from now until it must be committed, or it fails and leaves everything as it was; a
+        deadline that past saves of this run would not have met fails at once and says which phase would be late. (By
+        the clocks of this host and the coordinator's.)
         `from_memory`: the newest snapshot that lies in memory (option snapshot_freq), whatever the members do now.
-        Raises OptionsError for a tag that cannot be part of a path.
+        Raises OptionsError for a tag that cannot be part of a path, DeadlineError when the coordinator does not answer
+        in time.
         """
         if tag is not None:
             check_name("tag", tag)
         if deadline_s is not None and not deadline_s > 0:
             raise OptionsError(f"deadline_s is {deadline_s}; it takes seconds, above 0. Nothing was touched.")
         why = reason or "asked for by hand"
-        request = SaveRequest(ulid(), SaveKind.MANUAL, why, tag, _who(), deadline_s, from_memory)
-        return SaveHandle(self._link, request, self._link.call("save", request, timeout_s=CALL_S))
+        request = SaveRequest(ulid(), SaveKind.MANUAL, why, tag, _who(), deadline_s, from_memory, time.time())
+        limit_s = CALL_S if deadline_s is None else _bound(deadline_s)
+        return SaveHandle(self._link, request, self._link.call("save", request, timeout_s=limit_s))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Every checkpoint that is known, newest first."""

@@ -129,7 +129,7 @@ class RayStagerPort:
                 raise error.cause from None
             raise
         except ray.exceptions.RayError as error:
-            raise StagingError(f"{self.name} does not answer {method}: {plain(error)}") from error
+            raise StagingError(f"{self.name} does not answer {method}: {plain(error)}", away=True) from error
 
     def kill(self) -> None:
         """Ends the stager's process for good; it has closed down before."""
@@ -186,11 +186,13 @@ class RayStagerPort:
     async def discard(self, epoch: int, head: AttemptHead) -> None:
         await self._ask("discard", epoch, head)
 
-    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
-        await self._ask("load", epoch, head, request, deadline_s, limit_s=deadline_s + CALL_S)
+    async def load(
+        self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float, members: Sequence[MemberId]
+    ) -> None:
+        await self._ask("load", epoch, head, request, deadline_s, list(members), limit_s=deadline_s + CALL_S)
 
-    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
-        await self._ask("apply", epoch, head, deadline_s, limit_s=deadline_s + CALL_S)
+    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float, members: Sequence[MemberId]) -> None:
+        await self._ask("apply", epoch, head, deadline_s, list(members), limit_s=deadline_s + CALL_S)
 
     async def forget(self, epoch: int) -> None:
         await self._ask("forget", epoch)

@@ -73,6 +73,7 @@ class Attempt:
     updates: dict[MemberId, int | None] = field(default_factory=dict)
     held_at: dict[str, HeldSnapshot] = field(default_factory=dict)  # found in the memory of nodes
     origin: str | None = None  # it takes over the images of that attempt of an earlier incarnation
+    staging_failures: int = 0  # after which it stayed in memory
     superseded: bool = False  # it was given up while it lay in memory: no disk ever knew of it
     drafted: bool = False  # the manifest is being built: what it says no longer changes
     manifest: bytes | None = None
@@ -287,6 +288,17 @@ class Attempt:
             self.kind = max(self.kind, request.kind, key=KIND_ORDER.index)
             self.reason = f"{self.reason}; {request.reason}" if self.reason else request.reason
             self.requested_by = self.requested_by or request.requested_by
+
+    def leave(self, pending: Pending) -> None:
+        """A request goes: the attempt is what the others make of it."""
+        self.requests.remove(pending)
+        if self.drafted:
+            return
+        left = [other.request for other in self.requests]
+        self.tag = next((request.tag for request in left if request.tag is not None), None)
+        self.kind = max((request.kind for request in left), key=KIND_ORDER.index, default=SaveKind.MEMORY)
+        self.requested_by = next((request.requested_by for request in left if request.requested_by), "")
+        self.reason = "; ".join(request.reason for request in left)
 
     def can_serve(self, request: SaveRequest) -> bool:
         """Whether a request for the same window is served by this attempt: its tag is this one's, or can still be."""

@@ -213,13 +213,15 @@ class Driver(Engine):
         """
         return await self._open_window(self._reopen, step, metrics or {}, due, memory)
 
-    async def miss_window(self, step: int, due: Decision, blame: Blame) -> WindowOutcome:
+    async def miss_window(self, step: int, due: Decision, blame: Blame, *, again: bool = False) -> WindowOutcome:
         """The end of `step` could not be marked everywhere: a save that was due has failed, and so have requests that
         waited for it."""
         self._check_alive()
         async with self._window_lock:
             self._verdict = None
-            self._feed(ev.WindowOpened(step, {}, {blame.node or "unknown": blame}, due, {}, ends_waiting=True))
+            self._feed(
+                ev.WindowOpened(step, {}, {blame.node or "unknown": blame}, due, {}, ends_waiting=True, again=again)
+            )
             self._check_alive()
             verdict = self._last_verdict()
             return WindowOutcome(step, False, verdict.blame, (), verdict.stop)

@@ -126,6 +126,7 @@ class WindowOpened(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
     memory: Decision | None = None
     ends_waiting: bool = False  # if it does not open, requests that wait for a window end with the same blame
+    again: bool = False  # it did not open before for the same reason: no further failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,7 +387,7 @@ class MemberLed:
         first = min(late)
         why = f"{', '.join(named)} {how}; the others train on"
         blame = Blame("window", why, self._node_of(first), first, waited_s)
-        self._tell(await self._service.miss(given_up.step, blame))
+        self._tell(await self._service.miss(given_up.step, blame, again=waited_s is None))
 
     def _metrics_of(self, step: int) -> Mapping[str, float]:
         """Those of the lowest rank of each role, of this step."""

@@ -6,6 +6,8 @@ Part of the protocol core (as pure as protocol.py). The rules:
 - No snapshot for memory is started while a save is under way: that save's own images are as new.
 - It is staged when a member is gone (a process crash then costs the step in progress, no more), when a save of the same
   window is asked for, or when somebody asks for what is in memory. It takes the foreground as soon as that is free.
+- A staging that fails fails for whoever asked for it, not for the snapshot: that is held again, as it lies whole in
+  memory. Where it is needed it is staged again, after pauses that double, RETRIES times; then when somebody asks.
 - What is given up while it is held was never on a disk: no record is needed, its images are just freed.
 - A new coordinator takes over the newest snapshot that every node still has in memory, staged or not, unless something
   newer is committed. It does so as an attempt of its own: what an earlier one has said of its attempts stays true.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .attempt import Attempt, Pending
@@ -25,6 +28,10 @@ from .moves import COPYING, PROVEN, Cause
 
 if TYPE_CHECKING:
     from .protocol import Protocol
+
+
+RETRIES = 20
+PATIENCE = 5  # failures until a resume waits for it no longer
 
 
 def _whole(step: int, told: Mapping[str, HeldSnapshot]) -> tuple[Roster, Window] | None:
@@ -49,6 +56,7 @@ class Memory:
         self._core = core
         self.held: Attempt | None = None
         self.wanted = False  # the held one waits for its turn to be staged
+        self.not_before_s = 0.0  # it is not staged again earlier
         self.kept: tuple[Attempt, ...] = ()  # found in the memory of nodes, while one of them may be taken over
 
     def hold(self, attempt: Attempt) -> None:
@@ -57,14 +65,52 @@ class Memory:
         attempt.move(Cause.ALL_HELD, core.now_s, "it stays in memory; training may go on")
         core.foreground = None
         self.supersede(attempt)
-        self.held = attempt
+        self.held, self.not_before_s = attempt, 0.0
         core.announce(attempt, SaveState.SNAPSHOT)
         attempt.requests = [p for p in attempt.requests if p.request.kind is not SaveKind.MEMORY]
         if attempt.requests:  # they waited for the one before
             self.want(attempt.requests[0].request.reason)
+        self._look_for_members(attempt)
+
+    def _look_for_members(self, attempt: Attempt) -> None:
         assert attempt.roster is not None
-        for member in core.membership.gone_of(attempt.roster.processes)[:1]:
-            self.lose_member(f"member {member} was gone before the copy was whole everywhere")
+        for member in self._core.membership.gone_of(attempt.roster.processes)[:1]:
+            self.lose_member(f"member {member} was gone before it was saved")
+
+    def keep_or_fail(self, attempt: Attempt, blame: Blame) -> None:
+        """Its staging has failed. Where the run keeps snapshots in memory it is held again, else it is given up."""
+        core = self._core
+        if not core.settings.in_memory or any(node not in core.heard for node in attempt.participants):
+            core.fail(attempt, blame)
+            return
+        attempt.move(Cause.KEPT, core.now_s, str(blame))
+        attempt.staging_failures += 1
+        core.foreground = None
+        if attempt.kind is not SaveKind.MEMORY:
+            core.count_failure(attempt.id, attempt.head.sequence - 1)
+        if attempt.requests or attempt.staging_failures == 1:
+            stays = "The snapshot stays in memory, and is saved when a process dies or somebody asks."
+            told = f"{blame.reason.rstrip('. ')}. {stays}"
+            core.say_failed(attempt, replace(blame, reason=told))
+        self.held, self.wanted = attempt, False
+        if attempt.staging_failures < RETRIES:
+            self._look_for_members(attempt)
+        pause_s = core.settings.retry_s * 2 ** min(attempt.staging_failures - 1, 30)
+        self.not_before_s = core.now_s + min(pause_s, core.settings.retry_max_s)
+
+    @property
+    def unsaved(self) -> str | None:
+        """What a resume does without, as a sentence: a snapshot that could not be saved. None when there is none."""
+        held = self.held
+        if held is None or not held.staging_failures:
+            return None
+        tries = f"{held.staging_failures} tries" if held.staging_failures > 1 else "one try"
+        return f"Step {held.head.step} lies whole in memory, and {tries} to save it failed: {held.blame}"
+
+    @property
+    def saving(self) -> bool:
+        """Whether the held snapshot is going to be saved before long."""
+        return self.wanted and self.held is not None and self.held.staging_failures < PATIENCE
 
     def adopt(self, found: Sequence[Attempt]) -> None:
         """Attempts of earlier coordinators that lie in the memory of nodes: the newest whole snapshot is taken over.
@@ -126,7 +172,7 @@ class Memory:
         held = self.held
         if held is None or self.wanted:
             return
-        self.wanted = True
+        self.wanted, self.not_before_s = True, 0.0
         held.tell(self._core.now_s, f"wanted: {reason}")
 
     def lose_member(self, reason: str) -> None:
@@ -152,9 +198,12 @@ class Memory:
         return None
 
     def next_deadline_s(self) -> float:
-        """When the first request that waits for the held snapshot gives up."""
+        """When the first request that waits for the held snapshot gives up, or it is to be staged again."""
         held = self.held
-        return min((pending.deadline_s for pending in held.requests), default=math.inf) if held else math.inf
+        if held is None:
+            return math.inf
+        again_s = self.not_before_s if self.wanted else math.inf
+        return min([again_s, *(pending.deadline_s for pending in held.requests)])
 
     def settle(self) -> None:
         """Ends requests whose time is up, and stages what is wanted when nothing else is under way."""
@@ -163,9 +212,9 @@ class Memory:
         if held is None:
             return
         for pending in [p for p in held.requests if p.deadline_s <= core.now_s]:
-            held.requests.remove(pending)
+            held.leave(pending)
             core.requests.end(pending, Blame("held", "the save that is under way did not end before the deadline"))
-        if not self.wanted or core.foreground is not None:
+        if not self.wanted or core.foreground is not None or core.now_s < self.not_before_s:
             return
         unheard = [node for node in held.participants if node not in core.heard]
         if unheard:

@@ -153,8 +153,9 @@ class SaveRequest:
     reason: str  # a sentence
     tag: str | None = None
     requested_by: str = ""
-    deadline_s: float | None = None  # remaining seconds until it must be committed; None: the run's default
+    deadline_s: float | None = None  # seconds until it must be committed; None: the run's default
     from_memory: bool = False  # commit the newest snapshot that lies in memory, whatever the members do now
+    asked_at: float = 0.0  # seconds since 1970 by the asker's clock, from which deadline_s counts; 0: since it arrived
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Cause(enum.Enum):
     ALL_COPIED = "every node's snapshot vote"
     ALL_HELD = "every node's snapshot vote, and nobody asks for more"
     WANTED = "a process died, or somebody asks for it"
+    KEPT = "staging failed: it stays in memory"
     SUPERSEDED = "a newer snapshot is whole, or it is of no use any more"
     ALL_STAGED = "every node's staging vote"
     ALL_ACCEPT = "every record says accept"
@@ -68,6 +69,7 @@ MOVES: dict[tuple[Phase, Cause], Phase] = {
     (Phase.HELD, Cause.WANTED): Phase.STAGING,
     (Phase.HELD, Cause.SUPERSEDED): Phase.ABORTING,
     (Phase.STAGING, Cause.ALL_STAGED): Phase.ACCEPTING,
+    (Phase.STAGING, Cause.KEPT): Phase.HELD,
     (Phase.ACCEPTING, Cause.ALL_ACCEPT): Phase.COMMITTED,
     (Phase.COMMITTED, Cause.UPLOAD): Phase.UPLOADING,
     (Phase.UPLOADING, Cause.UPLOAD_HELD_UP): Phase.COMMITTED,
@@ -101,7 +103,7 @@ UNDONE = (Phase.ABORTING, Phase.IN_DOUBT, Phase.ABORTED)
 
 _AFTER_PAUSING = (Phase.SNAPSHOTTING, Phase.HELD, Phase.STAGING, Phase.ACCEPTING, *PROVEN, *UNDONE)
 _AFTER_COPY = (Phase.HELD, Phase.STAGING, Phase.ACCEPTING, *PROVEN, *UNDONE)
-_AFTER_STAGING = (Phase.ACCEPTING, *PROVEN, *UNDONE)
+_AFTER_STAGING = (Phase.HELD, Phase.ACCEPTING, *PROVEN, *UNDONE)  # HELD: after another node's failure
 
 # event -> (phases in which it is worked on, phases in which it is late: noted in the story, changes nothing)
 WHEN: dict[type[ev.AttemptEvent], tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..storage.errors import FencedError
 from .driver import Driver
-from .messages import Inventory, MemberInfo, RoleDeclaration, SaveRequest
+from .messages import Inventory, MemberId, MemberInfo, RoleDeclaration, SaveRequest
 from .outcomes import Missing
 from .ports import Discover, StagerPort
 from .runner import answer_within
@@ -169,12 +169,16 @@ class Nodes:
 
         A node that has just vanished is still listed with the members it had; those that took their place do count.
         """
+        return {node: self.ports[node] for node in self.declared_members()}
+
+    def declared_members(self) -> dict[str, tuple[MemberId, ...]]:
+        """The members that count now, by node; see with_declared_members."""
         now = {(declared.role, declared.membership) for declared in self._declared().values()}
-        return {
-            node: self.ports[node]
+        counting = {
+            node: tuple(sorted(info.member for info in infos if (info.member.role, info.membership) in now))
             for node, infos in self.members.items()
-            if any((info.member.role, info.membership) in now for info in infos)
         }
+        return {node: members for node, members in counting.items() if members}
 
     async def feel_pulses(self) -> None:
         """Asks every stager for a sign of life. Raises FencedError."""

@@ -82,7 +82,11 @@ class Progress:
 
     def call_failed(self, attempt: Attempt, event: ev.NodeFailure) -> None:
         waited_s = self._core.now_s - attempt.started_s
-        self._core.fail(attempt, Blame(attempt.phase.value, event.reason, event.node, event.member, waited_s))
+        blame = Blame(attempt.phase.value, event.reason, event.node, event.member, waited_s)
+        if attempt.phase is Phase.STAGING:
+            self._core.memory.keep_or_fail(attempt, blame)
+        else:
+            self._core.fail(attempt, blame)
 
     def accept_failed(self, attempt: Attempt, event: ev.AcceptFailed) -> None:
         """A disk that says why it takes no record will say so again: refusing is asked for at once, which tells all."""

@@ -295,6 +295,11 @@ class Protocol:
         why = f"{attempt.blame.reason}; {reason}" if attempt.blame is not None else reason
         self._out.append(self._announcement(attempt, attempt.announced, attempt.request_ids, in_doubt=True, why=why))
 
+    def say_failed(self, attempt: Attempt, blame: Blame) -> None:
+        """Tells whoever waits for the attempt that it has failed for them, though it may be tried again."""
+        attempt.blame = blame
+        self.requests.end_all_of(attempt, self._announcement(attempt, SaveState.ABORTED, attempt.request_ids))
+
     def announce(self, attempt: Attempt, state: SaveState) -> None:
         """Tells whoever waits for the attempt's requests."""
         attempt.announced = state
@@ -305,6 +310,7 @@ class Protocol:
     ) -> cmd.Announce:
         failed = in_doubt or state is SaveState.ABORTED
         blame = attempt.blame if failed else None
+        unasked = attempt.superseded or attempt.kind is SaveKind.MEMORY  # no checkpoint was to come of it
         if blame is not None and why:
             blame = Blame(blame.phase, why, blame.node, blame.member, blame.waited_s)
         return cmd.Announce(
@@ -315,7 +321,7 @@ class Protocol:
             attempt.tag,
             blame=blame,
             in_doubt=in_doubt,
-            stop=failed and attempt.mine and not attempt.superseded and self.stop,
+            stop=failed and attempt.mine and not unasked and self.stop,
             stall_s=attempt.stall_s,
         )
 
@@ -397,6 +403,9 @@ class Protocol:
         attempt.origin = origin
         for request in requests:
             pending = self.requests.pending(request)
+            if blame := self.requests.over_already(pending):
+                self.requests.end(pending, blame)
+                continue
             attempt.strengthen(pending)
             self.requests.serve(pending, attempt)
         attempt.move(Cause.NOTHING_TO_PAUSE, self.now_s, f"its images lie in memory since {origin}")
@@ -504,7 +513,11 @@ class Protocol:
             deadline_s = front.deadline_s
             if front.phase_deadline_s <= now_s or deadline_s <= now_s:
                 limit = "the deadline of the save" if deadline_s <= now_s else "the deadline of the phase"
-                self.fail(front, silent(front, self._awaited(front), now_s - front.started_s, limit))
+                blame = silent(front, self._awaited(front), now_s - front.started_s, limit)
+                if front.phase is Phase.STAGING:
+                    self.memory.keep_or_fail(front, blame)
+                else:
+                    self.fail(front, blame)
             elif len(front.requests) > 1:
                 self.requests.expire_joined(front)
         for attempt in self.active.values():

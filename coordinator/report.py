@@ -33,6 +33,7 @@ def report(core: Protocol) -> dict[str, Any]:
             for pending in core.requests.waiting
         ],
         "in_memory": None if core.memory.held is None else core.memory.held.head.step,
+        "in_memory_failures": 0 if core.memory.held is None else core.memory.held.staging_failures,
         "foreground": None if core.foreground is None else _attempt(core.foreground),
         "background": [_attempt(a) for a in core.active.values() if a is not core.foreground],
     }
@@ -58,8 +59,8 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 def settled(core: Protocol) -> bool:
     """Whether every decision that can be made with the nodes heard is made, and published there."""
     for attempt in core.active.values():
-        wanted = attempt.phase is Phase.HELD and core.memory.wanted
-        if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND or wanted:
+        saving = attempt.phase is Phase.HELD and core.memory.saving
+        if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND or saving:
             return False
         if attempt is core.foreground:  # not announced yet
             return False

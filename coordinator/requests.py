@@ -93,6 +93,9 @@ class Requests:
                 served.requests.append(pending)  # asked of the coordinator before this one: told what becomes of it
             core.tell_joined(served, pending)
             return
+        if blame := self.over_already(pending):
+            self.end(pending, blame)
+            return
         if request.from_memory:
             if blame := core.memory.ask(pending):
                 self.end(pending, blame)
@@ -103,8 +106,20 @@ class Requests:
         self._take_in(pending)
 
     def pending(self, request: SaveRequest) -> Pending:
-        left_s = request.deadline_s if request.deadline_s is not None else self._core.settings.deadlines.save_s
-        return Pending(request, self._core.now_s + left_s, request.kind is not SaveKind.MANUAL)
+        """A deadline that somebody has set counts from when they asked, through whatever lies between."""
+        core = self._core
+        left_s = request.deadline_s if request.deadline_s is not None else core.settings.deadlines.save_s
+        if request.deadline_s is not None and request.asked_at:
+            left_s -= max(0.0, core.now_s + core.settings.wall_offset_s - request.asked_at)
+        return Pending(request, core.now_s + left_s, request.kind is not SaveKind.MANUAL)
+
+    def over_already(self, pending: Pending) -> Blame | None:
+        """Why nothing can be done for a request any more whose deadline was over when it arrived; None when it can."""
+        given_s, late_s = pending.request.deadline_s, self._core.now_s - pending.deadline_s
+        if given_s is None or late_s < 0:
+            return None
+        reason = f"it came to the coordinator {given_s + late_s:.1f} s after it was asked for, {late_s:.1f} s too late"
+        return Blame("requested", f"{reason}; nothing was saved for it", waited_s=given_s + late_s)
 
     def _take_in(self, pending: Pending, *, quietly: bool = False) -> None:
         attempt = self._window_attempt
@@ -211,7 +226,7 @@ class Requests:
     def _not_opened(self, event: ev.WindowOpened, blame: Blame, due: bool) -> None:
         core = self._core
         self.window = self._window_attempt = None
-        if due:
+        if due and not event.again:
             core.count_failure(self._unopened(event.step))
         if core.membership.problems() or event.ends_waiting:
             for pending in list(self.waiting):
@@ -306,8 +321,8 @@ class Requests:
         """Tells requests of an attempt in the foreground whose own time is up; others keep it going."""
         late = [pending for pending in attempt.requests if pending.deadline_s <= self._core.now_s]
         for pending in late:
-            attempt.requests.remove(pending)
             blame = self._core.awaited_blame(attempt, "the deadline of the request")
+            attempt.leave(pending)
             self.end(pending, blame, attempt)
 
     def _end_all(self, batch: list[Pending], blame: Blame) -> None:
@@ -329,10 +344,22 @@ class Requests:
             stop=pending.holds_training and self._core.stop,
         )
         self._served.pop(request.request_id, None)
-        self._ended[request.request_id] = announce
+        self._remember(request.request_id, announce)
+        self._core.say(announce)
+
+    def end_all_of(self, attempt: Attempt, announce: cmd.Announce) -> None:
+        """The attempt fails for all who asked for it, though it may be tried again later; `announce` tells so."""
+        for request_id in announce.request_ids:
+            self._served.pop(request_id, None)
+            self._remember(request_id, announce)
+        for pending in list(attempt.requests):
+            attempt.leave(pending)
+        self._core.say(announce)
+
+    def _remember(self, request_id: str, announce: cmd.Announce) -> None:
+        self._ended[request_id] = announce
         if len(self._ended) > 1000:
             del self._ended[next(iter(self._ended))]
-        self._core.say(announce)
 
     # ---- fenced
 

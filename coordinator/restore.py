@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..storage.errors import IntegrityError, ResumeError, WrongRunError
 from ..storage.fingerprint import compare
 from ..storage.manifest import Manifest
-from .messages import AttemptHead, LoadRequest
+from .messages import AttemptHead, LoadRequest, MemberId
 
 log = logging.getLogger("lastgood.coordinator")
+
+RETRY_S = 0.2  # until a stager that was away is asked again
 
 
 class RestorePort(Protocol):
     """What a resume needs of one node's stager. This is the whole surface."""
 
-    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None: ...
+    async def load(
+        self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float, members: Sequence[MemberId]
+    ) -> None: ...
 
-    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None: ...
+    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float, members: Sequence[MemberId]) -> None: ...
 
     async def forget(self, epoch: int) -> None: ...
 
@@ -82,11 +87,15 @@ async def restore(
     candidates: Sequence[Candidate],
     terms: ResumeTerms,
     ports: Mapping[str, RestorePort],
+    members: Mapping[str, Sequence[MemberId]],
     epoch: int,
     remaining_s: Callable[[], float],
+    return_s: float = 0.0,
 ) -> Restored:
     """Restores the first candidate that every member can read whole; `remaining_s` is asked before every wait.
 
+    `members`: those of each node in `ports`; each of them must be there. A stager that is being restarted may take
+    `return_s` seconds until it is back with all of them: reading begins anew then.
     Raises WrongRunError or FingerprintError for what a person has to decide (nothing was touched), ResumeError when no
     candidate is whole or when writing live state failed.
     """
@@ -100,13 +109,28 @@ async def restore(
         _check(manifest, candidate, terms)
         head = AttemptHead(manifest.attempt, manifest.step, manifest.epoch, manifest.sequence)
         request = LoadRequest(candidate.manifest, dict(terms.on_reshard), candidate.source, tuple(terms.allow_changes))
-        errors = await _everywhere(
-            ports, lambda port, head=head, request=request: port.load(epoch, head, request, remaining_s())
-        )
+        until = time.monotonic() + return_s
+        while True:
+            errors = await _everywhere(
+                ports,
+                lambda node, head=head, request=request: ports[node].load(
+                    epoch, head, request, remaining_s(), members[node]
+                ),
+            )
+            away = [error for error in errors if getattr(error, "facts", {}).get("away")]
+            if not away or len(away) < len(errors) or time.monotonic() >= until:
+                break
+            log.warning("resume waits: %s", away[0])
+            await asyncio.sleep(min(RETRY_S, remaining_s()))
         broken = [error for error in errors if isinstance(error, IntegrityError)]
         other = [error for error in errors if not isinstance(error, IntegrityError)]
         if other or broken:
-            await _everywhere(ports, lambda port: port.forget(epoch))
+            await _everywhere(ports, lambda node: ports[node].forget(epoch))
+        if away:
+            raise ResumeError(
+                f"step {head.step} was not read everywhere: {away[0]}. No live state was touched; resume again.",
+                step=head.step,
+            ) from away[0]
         if other:
             raise other[0]
         if broken:
@@ -114,14 +138,16 @@ async def restore(
             log.error("%s. Falling back to the next older checkpoint.", sentence)
             rejected.append(sentence)
             continue
-        errors = await _everywhere(ports, lambda port, head=head: port.apply(epoch, head, remaining_s()))
+        errors = await _everywhere(
+            ports, lambda node, head=head: ports[node].apply(epoch, head, remaining_s(), members[node])
+        )
         if errors:
             raise ResumeError(
                 f"step {head.step} was read and verified by every member, but writing it into live state failed: "
                 f"{errors[0]}. Live state may be mixed: end these actors, start new ones and resume again.",
                 step=head.step,
             ) from errors[0]
-        await _everywhere(ports, lambda port: port.forget(epoch))
+        await _everywhere(ports, lambda node: ports[node].forget(epoch))
         return Restored(
             head.step,
             head.attempt,
@@ -156,11 +182,9 @@ def _check(manifest: Manifest, candidate: Candidate, terms: ResumeTerms) -> None
     compare(saved, now, terms.allow_changes)
 
 
-async def _everywhere(
-    ports: Mapping[str, RestorePort], call: Callable[[RestorePort], Awaitable[None]]
-) -> list[Exception]:
+async def _everywhere(nodes: Iterable[str], call: Callable[[str], Awaitable[None]]) -> list[Exception]:
     """Asks all nodes at once and hears every one of them; returns what they raised."""
-    results = await asyncio.gather(*(call(port) for port in ports.values()), return_exceptions=True)
+    results = await asyncio.gather(*(call(node) for node in nodes), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result

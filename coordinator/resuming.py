@@ -40,6 +40,8 @@ class Resuming:
         commits are lost and on_lost says refuse, and what restore.restore raises.
         """
         offered, lost = await self._candidates(mode, remaining_s)
+        if mode == "auto" and (unsaved := self._led.core.memory.unsaved):
+            lost = [*lost, unsaved]
         if lost and self._options.on_lost == "refuse":
             raise ResumeError(
                 f"commits of run {self._options.run} are lost: {' '.join(lost)} on_lost='refuse' stops here; nothing "
@@ -54,8 +56,9 @@ class Resuming:
                 return None
             raise self._nothing_there(mode, lost)
         whole_terms = ResumeTerms(self._options.run, self._led.fingerprint(), terms.allow_changes, terms.on_reshard)
-        ports = self._nodes.with_declared_members()
-        restored = await restore(offered, whole_terms, ports, self._led.settings.epoch, remaining_s)
+        ports, members = self._nodes.with_declared_members(), self._nodes.declared_members()
+        epoch, return_s = self._led.settings.epoch, self._options.return_deadline_s
+        restored = await restore(offered, whole_terms, ports, members, epoch, remaining_s, return_s)
         log.warning("resumed run %s from step %d (attempt %s)", self._options.run, restored.step, restored.attempt)
         return replace(restored, lost=tuple(lost))
 

@@ -128,6 +128,8 @@ class Service:
                 on_failure=options.on_failure,
                 max_consecutive_failures=options.max_consecutive_failures,
                 overlapped=options.snapshot == "overlapped",
+                in_memory=options.snapshot_freq is not None,
+                wall_offset_s=time.time() - time.monotonic(),
             ),
             store=self._store,
             new_attempt_id=ulid,
@@ -283,10 +285,11 @@ class Service:
                 step=step,
             )
 
-    async def miss(self, step: int, blame: Blame) -> StepOutcome:
-        """The end of `step` is not there to be saved; whatever was to be saved at it has failed."""
+    async def miss(self, step: int, blame: Blame, *, again: bool) -> StepOutcome:
+        """The end of `step` is not there to be saved; whatever was to be saved at it has failed. `again`: for the same
+        reason as the one before, so it counts as one failure."""
         decision = self._due(step, {})
-        return self.telling.outcome(await self._led.miss_window(step, decision, blame), decision)
+        return self.telling.outcome(await self._led.miss_window(step, decision, blame, again=again), decision)
 
     def is_due(self, step: int) -> bool:
         """Whether a save, or a snapshot for memory, is due at the end of a step."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from ..storage.errors import FencedError
 from .commands import Announce
 from .driver import Driver
-from .messages import SaveKind, SaveState
+from .messages import AttemptHead, SaveKind, SaveState
+from .moves import UNDONE
 from .outcomes import StepOutcome, WindowOutcome, reached
 from .policies import Decision
 
@@ -26,23 +27,37 @@ class Telling:
         self._led = led
         self._newest = newest
         self._failed: list[tuple[str, bool]] = []  # what failed since the last step, and whether training must stop
+        self._left: list[AttemptHead] = []  # attempts of earlier coordinators that come to nothing
 
     def hear(self, announce: Announce) -> None:
         """What became of saves whose end_step has long returned."""
         if announce.blame is None or not (announce.state is SaveState.ABORTED or announce.in_doubt):
             return
         head = announce.head
-        if (
-            head is not None
-            and head.epoch < self._led().settings.epoch
-            and (head.epoch, head.sequence) < self._newest()
-        ):
-            return  # it failed under an earlier coordinator, and a newer step has been saved since: no news
+        if head is not None and head.epoch < self._led().settings.epoch:
+            self._left.append(head)
+            return
         step = head.step if head is not None else None
         if step is not None and step == self.saved_step:
             self.saved_step = None
         where = f"step {step}: " if step is not None else ""
         self._failed.append((f"{where}{announce.blame}", announce.stop))
+
+    def _unsaved_before(self) -> list[str]:
+        """What an earlier coordinator left unsaved, unless something as new is saved, or lies in memory, by now."""
+        core, newest = self._led().core, self._newest()
+        mine = [attempt.head.step for attempt in core.active.values() if attempt.mine and attempt.phase not in UNDONE]
+        left, self._left = self._left, []
+        known = max(mine, default=-1)
+        steps = {head.step for head in left if (head.epoch, head.sequence) > newest and head.step > known}
+        if not steps:
+            return []
+        named = ", ".join(map(str, sorted(steps)))
+        what, it = (f"step {named} was", "it") if len(steps) == 1 else (f"steps {named} were", "each")
+        return [
+            f"{what} not saved: the coordinator before this one had given {it} up, or died before {it} was committed. "
+            "What is committed stands; the next save is made as usual."
+        ]
 
     def outcome(self, window: WindowOutcome, decision: Decision, stall_s: float = 0.0) -> StepOutcome:
         """What came of a step, with all that was not told yet."""
@@ -51,6 +66,7 @@ class Telling:
         saving = next((save.attempt for save in begun if save.kind is not SaveKind.MEMORY), None)
         if saving is not None:
             self.saved_step = window.step
+        self._failed += [(sentence, False) for sentence in self._unsaved_before()]
         failures, stop = [sentence for sentence, _ in self._failed], any(stop for _, stop in self._failed)
         self._failed.clear()
         led = self._led()
@@ -73,6 +89,7 @@ class Telling:
 
     def news(self, step: int) -> StepOutcome | None:
         """What failed, and alarms, since that was told last; None when there is nothing to tell."""
+        self._failed += [(sentence, False) for sentence in self._unsaved_before()]
         if not self._failed and not self._led().untold_alarms:
             return None
         return self.outcome(WindowOutcome(step, True), Decision(False, "no save was due"))

@@ -84,6 +84,7 @@ class NodeDisk:
                 path=str(staging),
             ) from error
         self._final: dict[str, AttemptInventory] = {}  # under _looking: attempts of which nothing changes any more
+        self._strangers: set[Path] = set()  # told of
         self._looking = threading.Lock()
         self._reserving = threading.Lock()
         self._pointing = threading.Lock()  # one at a time reads pointers and replaces them by what it has read
@@ -148,10 +149,28 @@ class NodeDisk:
     def _identity(self) -> str:
         path = self.paths.place(self.paths.node)
         if path.exists():  # also on a full disk, which takes no temporary file
-            return NodeIdentity.from_bytes(path.read_bytes(), where=str(path)).node
+            try:
+                return NodeIdentity.from_bytes(path.read_bytes(), where=str(path)).node
+            except IntegrityError as error:
+                node = self._name_in_lists()
+                log.warning("%s; the lists of shards say that this node is %s", error, node or "a new one")
+                path.unlink()
+                if node is not None:
+                    create_once(path, NodeIdentity(node=node).to_bytes())
+                    return node
         host = "".join(c if c.isalnum() or c in "-." else "-" for c in socket.gethostname())[:40].lstrip("-.") or "node"
         create_once(path, NodeIdentity(node=new_id(host)).to_bytes())
         return NodeIdentity.from_bytes(path.read_bytes(), where=str(path)).node
+
+    def _name_in_lists(self) -> str | None:
+        """The node's name as its newest list of shards has it."""
+        names: dict[tuple[int, int], str] = {}
+        for step, attempt in self._attempt_dirs():
+            path = self.paths.place(self.paths.staged(step, attempt))
+            staged = self._whole(lambda path=path: StagedList.from_bytes(path.read_bytes(), where=str(path)))
+            if staged is not None:
+                names[staged.head.epoch, staged.head.sequence] = staged.node
+        return names[max(names)] if names else None
 
     # -- the reserve
 
@@ -206,6 +225,10 @@ class NodeDisk:
             return EpochNote.from_bytes(path.read_bytes(), where=str(path)).epoch
         except FileNotFoundError:
             return 0
+        except IntegrityError as error:
+            epoch = max((found.epoch for found in self.inventory()), default=0)
+            log.warning("%s; the attempts here are of epoch %d and earlier: that counts", error, epoch)
+            return epoch
 
     def note_epoch(self, epoch: int) -> None:
         """Durably notes a higher epoch. Raises FencedError for a lower one than was ever seen here."""
@@ -407,11 +430,20 @@ class NodeDisk:
     def _attempt_dirs(self) -> Iterable[tuple[int, str]]:
         for step_dir in sorted(self.paths.place(self.run).iterdir()):
             step = layout.parse_step_name(step_dir.name)
-            if step is None or not step_dir.is_dir():
+            if step is None or not step_dir.is_dir() or self._is_stranger(step_dir):
                 continue
             for folder in _listed(step_dir):
-                if folder.is_dir() and layout.NAME.fullmatch(folder.name):
+                if folder.is_dir() and layout.NAME.fullmatch(folder.name) and not self._is_stranger(folder):
                     yield step, folder.name
+
+    def _is_stranger(self, folder: Path) -> bool:
+        """A link in a directory's place is nothing of ours: wherever it leads, it is passed over, and told once."""
+        if not folder.is_symlink():
+            return False
+        if folder not in self._strangers:
+            self._strangers.add(folder)
+            log.warning("%s is a symbolic link, and checkpoints are made of plain directories: it is ignored", folder)
+        return True
 
     def _look(self, step: int, attempt: str) -> AttemptInventory | None:
         """One attempt as it lies here; None for an unfinished directory that names no epoch (swept elsewhere).
@@ -578,7 +610,7 @@ class NodeDisk:
             except OSError as error:
                 log.warning("what was left of attempt %s in %s stays for now: %s", attempt, self.staging, error)
         for folder in self.paths.place(self.run).iterdir():  # a death came before the attempt's directory was made
-            if layout.parse_step_name(folder.name) is not None and folder.is_dir():
+            if layout.parse_step_name(folder.name) is not None and folder.is_dir() and not folder.is_symlink():
                 _remove_if_empty(folder)
         return gone
 

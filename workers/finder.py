@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..coordinator.messages import AttemptHead
-from ..storage.errors import LastgoodError, StagingError
+from ..storage.errors import IntegrityError, LastgoodError, StagingError
 from ..storage.manifest import ShardRecord
 from ..storage.store import Store
 from .disk import NodeDisk
@@ -46,9 +46,12 @@ class Finder:
         that wrote it, the store.
         """
         async with self._locks.setdefault((head.attempt, record.path), asyncio.Lock()):
-            local = self._place(head, record.path)
-            outside = [(Path(source) / record.path, "path")] if source is not None else []
-            for place, tier in ((local, "local"), *outside):
+            places = [(Path(source) / record.path, "path")] if source is not None else []
+            try:
+                places.insert(0, (self._place(head, record.path), "local"))
+            except IntegrityError as error:  # a link that leads elsewhere is not followed
+                log.warning("a shard is passed over: %s", error)
+            for place, tier in places:
                 if str(place) not in rejected and await self._is_there(place, record):
                     return str(place), tier
             fetches: list[tuple[str, Callable[[AttemptHead, ShardRecord, Path], Awaitable[None]]]] = []

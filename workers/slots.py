@@ -7,7 +7,7 @@ untouched while the next is copied. Used on the stager's event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..coordinator.messages import MemberId
@@ -79,6 +79,12 @@ class Slots:
                 member=key[0],
                 node=self._node,
             )
+
+    def are_taken(self, keys: Iterable[Key], awaited: Collection[str]) -> bool:
+        """Whether some component can be given no image: all that it may have hold `awaited` attempts."""
+        return any(
+            sum(_is_awaited(slot, awaited) for slot in self._slots.get(key, ())) >= self._per_component for key in keys
+        )
 
     def find(self, key: Key, path: str) -> Image | None:
         """The image at `path`, if it was given to this component."""

@@ -361,24 +361,41 @@ class Stager:
         await self._heed(epoch)
         await self._on_disk("collect in", self._disk.collect, head, reason)
 
-    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
+    async def load(
+        self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float, members: Sequence[MemberId]
+    ) -> None:
         """Every member here reads and verifies the checkpoint into host memory. Live state is not touched.
 
-        Raises the first error (IntegrityError names member and path); asked again it starts anew.
+        Raises StagingError unless all `members` are here, else the first error (IntegrityError names member and
+        path); asked again it starts anew.
         """
         await self._heed(epoch)
+        self._require(members, "load")
         await self._processes.ask_all(
             self._hosts(),
             lambda members: _order(OrderKind.LOAD, epoch, deadline_s, members, step=head.step, head=head, load=request),
         )
 
-    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
-        """Every member here puts what it loaded into live state."""
+    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float, members: Sequence[MemberId]) -> None:
+        """Every member here puts what it loaded into live state. Raises StagingError unless all `members` are here."""
         await self._heed(epoch)
+        self._require(members, "apply")
         await self._processes.ask_all(
             self._hosts(),
             lambda members: _order(OrderKind.APPLY, epoch, deadline_s, members, step=head.step, head=head),
         )
+
+    def _require(self, members: Sequence[MemberId], order: str) -> None:
+        """A stager that was restarted knows its members only when they have registered again: none is passed over."""
+        here = {info.member for info in self._members()}
+        if missing := sorted(set(members) - here):
+            raise StagingError(
+                f"{missing[0]} is not registered with the stager of node {self.node} (was it restarted just now?): it "
+                f"was not asked to {order}",
+                node=self.node,
+                member=missing[0],
+                away=True,
+            )
 
     async def forget(self, epoch: int) -> None:
         """Members drop what they loaded and did not apply; fetched copies are deleted, and what dead members left."""

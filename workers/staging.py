@@ -7,6 +7,7 @@ as soon as they are sealed. A staged image stays until it is filled again, for a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -90,6 +91,7 @@ class Staging:
         self._given_up: deque[str] = deque(maxlen=1000)  # attempts that were refused or discarded here
         self._writers = asyncio.Semaphore(config.shards_at_once)
         self._memory_lane = Lane(f"the shared memory of node {self.node}", MEMORY_THREADS, SnapshotError)
+        self._freed = asyncio.Event()  # images were
         self._unchanged = Unchanged(config.threads_per_shard, lower_this_thread)
         self._slots = Slots(room, self.node, config.images_per_component, self._create_image)
 
@@ -193,8 +195,9 @@ class Staging:
         if snapshot.staged is None:
             snapshot.staged = asyncio.ensure_future(self._stage(snapshot))
             snapshot.staged.add_done_callback(observed)
-        await asyncio.wait({snapshot.staged}, timeout=deadline_s)
-        if snapshot.being_written:
+        staged = snapshot.staged
+        await asyncio.wait({staged}, timeout=deadline_s)
+        if not staged.done():
             unwritten, member = snapshot.unwritten()
             raise DeadlineError(
                 f"the disk of node {self.node} has not taken attempt {head.attempt} within {deadline_s:.1f} s: "
@@ -204,10 +207,13 @@ class Staging:
                 node=self.node,
                 waited_s=deadline_s,
             )
-        return snapshot.staged.result()
+        return staged.result()
 
     async def _stage(self, snapshot: StandingSnapshot) -> tuple[ShardRecord, ...]:
-        """The images stay as they are until they are filled again: a resume that comes before that reads from them."""
+        """The images stay as they are until they are filled again: a resume that comes before that reads from them.
+
+        When it fails they stay as well, for another try, until the coordinator has refused or discarded the attempt.
+        """
         head = snapshot.head
         staged = False
         try:
@@ -231,10 +237,21 @@ class Staging:
                 log.warning("attempt %s failed and its files are still here: %s", head.attempt, error)
             raise
         finally:
-            self._snapshots.pop(head.attempt, None)
-            if not staged and not snapshot.taken_over:
-                self.drop_images(head.attempt)
+            if staged or snapshot.taken_over:
+                self._snapshots.pop(head.attempt, None)
+            elif head.attempt in self._given_up:
+                self._free(snapshot)
+            else:
+                self._stand_again(snapshot)
+            self._freed.set()
         return records
+
+    def _stand_again(self, snapshot: StandingSnapshot) -> None:
+        """Nothing of it is on the disk; in memory it is whole."""
+        for shard in snapshot.shards:
+            self._image_of(shard).seal_for(snapshot.head.attempt)
+        snapshot.staged = None
+        snapshot.progress.clear()
 
     async def _write(self, snapshot: StandingSnapshot, shard: SealedShard) -> ShardRecord:
         head, key = snapshot.head, (shard.member, shard.component)
@@ -293,6 +310,7 @@ class Staging:
 
     def drop_images(self, attempt: str) -> None:
         self._slots.release(attempt, self._living())
+        self._freed.set()
 
     def give_up(self, attempt: str) -> None:
         """Nobody will accept the attempt: its images are free at once, or as soon as their writes have ended."""
@@ -332,11 +350,23 @@ class Staging:
         attempt's images are still being written.
         """
         await self._writes_over(requests)
+        await self._room_made(requests)
         paths = await self._slots.provide(process, requests, self._snapshots)
         if process not in self._living():  # it went while its images were made: nobody else lets go of them
             self.bury(process)
             raise SnapshotError(f"process {process} has left node {self.node}; it gets no images", node=self.node)
         return paths
+
+    async def _room_made(self, requests: Sequence[ImageRequest]) -> None:
+        """Waits for images whose attempt is over, and the word of it still on its way: the order to copy the next one
+        may overtake it."""
+        keys = [(request.member, request.component) for request in requests]
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LET_GO_S
+        while self._slots.are_taken(keys, self._snapshots) and loop.time() < until:
+            self._freed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), until - loop.time())
 
     def bury(self, process: str) -> None:
         """A process is gone; see Slots.bury."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import ray
 
@@ -9,7 +12,7 @@ import lastgood
 from lastgood.storage import failpoints
 from lastgood.storage.manifest import Manifest
 from lastgood.storage.verify import verify_attempt
-from tests.cluster.world import World, kill, rank_state, until
+from tests.cluster.world import LIMIT_S, World, kill, rank_state, until
 
 
 def whole(world: World, step: int) -> None:
@@ -313,3 +316,24 @@ def test_everything_dies_and_a_new_start_resumes_the_newest_commit(world: World)
     until(lambda: set(world.stager_pids()) == set(stagers), "the same directories are led by new stagers")
     world.step(3)
     whole(world, 3)
+
+
+def test_a_resume_waits_for_a_stager_that_dies_while_the_ranks_read(world: World) -> None:
+    world.start(save_freq=1)
+    world.run.resume()
+    world.step(1)
+    after = world.digests()
+    world.durable(1)
+    world.end_ranks()
+    world.new_ranks(seed=9)
+    world.join()
+    world.arm("member.load", "pause")
+    resumed: list[Any] = []
+    thread = threading.Thread(target=lambda: resumed.append(world.run.resume()))
+    thread.start()
+    world.fired("member.load")
+    kill(next(iter(world.stager_pids().values())))
+    world.go("member.load")
+    thread.join(LIMIT_S)
+    assert [restored.step for restored in resumed] == [1]
+    assert world.digests() == after

@@ -84,3 +84,34 @@ def test_when_ranks_and_coordinator_die_the_last_finished_step_is_saved_all_the_
     assert world.run.resume().step == 3
     assert world.digests() == after
     world.run.close()
+
+
+def test_a_fast_loop_keeps_every_step_in_memory(world: World) -> None:
+    world.start(save_freq=1000, snapshot_freq=1, on_failure="abort")
+    world.run.resume()
+    world.update()
+    for step in range(1, 81):
+        outcome = world.run.end_step(step)  # as fast as it goes
+        assert outcome.in_memory and not outcome.failures, outcome
+    world.run.close(save_last=False)
+
+
+def test_when_saving_what_is_in_memory_fails_it_is_tried_again_and_a_resume_waits(world: World) -> None:
+    world.start(save_freq=50, snapshot_freq=1)
+    world.run.resume()
+    pids = ray.get([rank.pid.remote() for rank in world.ranks])
+    keep(world, 1, 2, 3)
+    after = world.digests()
+    nodes = world.node_dirs()
+    for node in nodes:
+        (node / world.name / "global_step_3").write_text("in the way")  # no directory can be made there
+    for pid in pids:
+        kill(pid)
+    until(lambda: world.run.status()["in_memory_failures"] >= 2, "it was tried again")
+    world.new_ranks(seed=9)
+    world.join()
+    for node in nodes:
+        (node / world.name / "global_step_3").unlink()
+    assert world.run.resume().step == 3
+    assert world.digests() == after
+    world.run.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -120,3 +122,20 @@ def test_another_job_watches_every_checkpoint_until_the_run_ends_and_reads_its_s
     assert seen[0][0] == 1
     assert (2, "durable") in seen
     assert len(seen) == len(set(seen))
+
+
+def test_a_save_whose_deadline_passes_while_the_coordinator_stands_still_is_not_made_later(world: World) -> None:
+    world.start(save_freq=100)
+    world.run.resume()
+    world.step(1)
+    pid, other = world.hello()["pid"], lastgood.connect(world.name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(lastgood.errors.DeadlineError):
+            other.save(tag="too_late", deadline_s=1.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    world.step(2)
+    saved = other.save(tag="in_time", deadline_s=60.0).wait("committed")
+    assert (saved.step, world.checkpoint(2).tag) == (2, "in_time")
+    assert [checkpoint.tag for checkpoint in world.run.checkpoints()] == ["in_time"]

@@ -55,6 +55,27 @@ def test_a_full_disk_costs_one_attempt_and_its_node_and_bytes_are_named(
     run.commits(3)
 
 
+def test_where_snapshots_are_kept_in_memory_a_full_disk_costs_nothing_when_a_rank_dies(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "staging-1"):
+        run = SmallRun(tmp_path, in_memory=True)
+        run.commits(1)
+        with full(run.nodes[1].staging):
+            run.fails(2, "ENOSPC", "The snapshot stays in memory", phase="staging", node=1, member=1)
+            run.nodes[0].agent.close()
+            run.loop.run(run.driver.add_node(run.nodes[0].stager))  # the coordinator hears that rank 0 is gone
+
+            def tries() -> int:
+                held = run.driver.core.memory.held
+                return 0 if held is None else held.staging_failures
+
+            until(lambda: tries() >= 3, "saving it was tried again")
+            run.stands(1)
+        until(lambda: any(c.step == 2 and c.committed for c in run.checkpoints()), "step 2 is saved from memory")
+        run.stands(2)
+        run.clean()
+        run.close()
+
+
 def test_a_disk_without_inodes_costs_one_attempt(run: SmallRun) -> None:
     run.commits(1)
     with without_inodes(run.nodes[1].staging):

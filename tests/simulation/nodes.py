@@ -251,7 +251,6 @@ class SimNode:
             if images is None:
                 raise StagingError(f"{self.name} has no images of {head.attempt}")
             if self.full:
-                del self.images[head.attempt]
                 raise StagingError(f"the disk of {self.name} is full", errno=errno.ENOSPC)
             self.standing = {head.attempt: self.images.pop(head.attempt)}
             self.staged[head.attempt] = tuple(

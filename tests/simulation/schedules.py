@@ -24,7 +24,13 @@ def run_seed(
     """
     rng = random.Random(seed)
     draw = rng.random
-    world = World(2 if draw() < 0.6 else 3, pausable=draw() < 0.3, plant=plant, invariants=invariants)
+    world = World(
+        2 if draw() < 0.6 else 3,
+        pausable=draw() < 0.3,
+        in_memory=draw() < 0.6,
+        plant=plant,
+        invariants=invariants,
+    )
     world.trace = trace
     names = list(world.nodes)
     world.saving = 0.8 if draw() < 0.6 else 0.2  # else most steps are only kept in memory

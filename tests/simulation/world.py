@@ -105,10 +105,12 @@ class World:
         node_count: int = 2,
         *,
         pausable: bool = False,
+        in_memory: bool = True,
         plant: str | None = None,
         invariants: bool = True,
     ) -> None:
-        """`plant`: one of planted.PLANTS. `invariants`: the core's own are checked too, after every event."""
+        """`in_memory`: option snapshot_freq is set. `plant`: one of planted.PLANTS. `invariants`: the core's own are
+        checked too, after every event."""
         self.now_s = 0.0
         self.trace: list[str] | None = None
         self.referee = Referee(plant)
@@ -121,6 +123,7 @@ class World:
         self.windows = 0
         self.saving = 0.8  # share of steps at which a save is due
         self.invariants = invariants
+        self._in_memory = in_memory
         self._plant = plant
         self._core_type = planted.CORES.get(plant, Protocol)
         names = [f"n{i + 1}" for i in range(node_count)]
@@ -150,7 +153,9 @@ class World:
         """A new incarnation; older ones go on until somebody ends them."""
         self.store.epochs += 1
         epoch = self.store.epochs
-        settings = Settings(run="sim", epoch=epoch, deadlines=DEADLINES, retry_s=0.2, retry_max_s=1.0)
+        settings = Settings(
+            run="sim", epoch=epoch, deadlines=DEADLINES, retry_s=0.2, retry_max_s=1.0, in_memory=self._in_memory
+        )
         if self._plant == "reused_ids":
             made = itertools.count(1)
             core = self._core_type(settings, lambda epoch, sequence: f"a{next(made)}")

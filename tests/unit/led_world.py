@@ -52,10 +52,10 @@ class LedPort(MemoryPort):
         for pace in self.paces.values():
             pace.take(grant, epoch)
 
-    async def load(self, epoch: int, head: Any, request: Any, deadline_s: float) -> None:
+    async def load(self, epoch: int, head: Any, request: Any, deadline_s: float, members: Any) -> None:
         await self._pass("load", epoch)
 
-    async def apply(self, epoch: int, head: Any, deadline_s: float) -> None:
+    async def apply(self, epoch: int, head: Any, deadline_s: float, members: Any) -> None:
         await self._pass("apply", epoch)
         self.step = head.step
 

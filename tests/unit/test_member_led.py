@@ -130,7 +130,7 @@ def test_a_resume_whose_deadline_passes_names_who_was_late() -> None:
         w.end(2, line)
         await until(lambda: any(c.durable for c in w.service.checkpoints()))
 
-        async def load(epoch: int, head: Any, request: Any, deadline_s: float) -> None:
+        async def load(epoch: int, head: Any, request: Any, deadline_s: float, members: Any) -> None:
             await asyncio.sleep(deadline_s)
             raise LastgoodError("actor:1 (pid 1, node n2) has not finished it: order load")
 

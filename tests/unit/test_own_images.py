@@ -13,7 +13,7 @@ from lastgood.storage.errors import SnapshotError
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import Image, ImageState
 from lastgood.workers.member import Member
-from tests.unit.stager_world import LocalLink, Node, commit, head, snapshot, stage, training, update
+from tests.unit.stager_world import ACTOR, LocalLink, Node, commit, head, snapshot, stage, training, update
 
 
 def made(agent: Agent) -> list[str]:
@@ -55,7 +55,7 @@ def test_a_resume_ends_with_images_for_the_next_save(node: Node, agent: Agent) -
     fresh = Agent("run", LocalLink(node))
     fresh.add(Member.of("actor", 0, 1, training()), "m2")  # its optimizer has no state yet
     for order in ("load", "apply"):
-        node.call(order, 1, head(), *([LoadRequest(manifest)] if order == "load" else []), 30.0)
+        node.call(order, 1, head(), *([LoadRequest(manifest)] if order == "load" else []), 30.0, [ACTOR])
     assert fresh._images._making is None  # what the resume reads from is still there
     node.call("forget", 1)
     ahead = made(fresh)

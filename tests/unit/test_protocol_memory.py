@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -327,3 +328,134 @@ def test_what_a_snapshot_is_of_is_told_to_every_node() -> None:
     told = [command.order.keepsake for command in bench.said(cmd.Snapshot)]
     kinds = [[request.kind for request in keepsake.requests] for keepsake in told if keepsake is not None]
     assert kinds == [[SaveKind.MEMORY], [SaveKind.MEMORY], [SaveKind.SCHEDULED], [SaveKind.SCHEDULED]]
+
+
+FULL = "no space left on device [ENOSPC]."
+
+
+def full_disk(bench: Bench, node: str = "n2") -> list[cmd.Command]:
+    """Answers until the node is asked to stage, and fails that."""
+    asked = next(command for command in bench.until(cmd.Stage) if command.node == node)
+    return bench.feed(ev.StageFailed(asked.head.attempt, node, FULL))
+
+
+def saved_and_failed(**settings: Any) -> Bench:
+    """A save of step 2 that is due fails on a full disk."""
+    bench = Bench(**settings)
+    keep(bench, 1)
+    bench.feed(ev.WindowClosed())
+    bench.open(2, due=True)
+    full_disk(bench)
+    return bench
+
+
+def test_a_save_that_the_disk_does_not_take_stays_in_memory_and_is_saved_when_a_process_dies() -> None:
+    bench = saved_and_failed(in_memory=True)
+    attempt = bench.attempt
+    assert bench.core.memory.held is attempt and attempt.head.step == 2 and bench.core.foreground is None
+    (announce,) = bench.now(cmd.Announce)
+    assert announce.state is SaveState.ABORTED and announce.kind is SaveKind.SCHEDULED and announce.request_ids
+    blame = announce.blame
+    assert blame is not None and blame.node == "n2" and "ENOSPC]. The snapshot stays in memory" in blame.reason
+    assert bench.core.failures == 1 and not bench.said(cmd.Refuse)
+    bench.to_the_end()  # the other node's answer is late, and what it has on the disk is asked for again
+    bench.feed(ev.MemberDropped(ACTOR1, "SIGKILL"))
+    assert attempt.phase is Phase.STAGING
+    bench.to_the_end()
+    assert committed_steps(bench) == [2] and bench.core.failures == 0
+    draft = bench.said(cmd.BuildManifest)[-1].draft
+    assert (draft.kind, draft.tag) == (SaveKind.MEMORY, None)
+
+
+def test_it_is_tried_again_after_pauses_that_double_and_told_once() -> None:
+    bench = saved_and_failed(in_memory=True, retry_s=1.0, retry_max_s=4.0)
+    bench.feed(ev.MemberDropped(ACTOR1, "SIGKILL"))
+    full_disk(bench)
+    told_once = len(bench.said(cmd.Announce))
+    for pause_s in (2.0, 4.0, 4.0):
+        assert not settled(bench.core)  # a resume waits for it
+        assert bench.core.next_wakeup_s() == bench.now_s + pause_s
+        bench.feed(ev.Tick(), after_s=pause_s - 0.1)
+        assert not bench.now(cmd.Stage)
+        bench.feed(ev.Tick(), after_s=0.1)
+        full_disk(bench)
+    assert settled(bench.core) and "5 tries to save it failed" in str(bench.core.memory.unsaved)
+    assert len(bench.said(cmd.Announce)) == told_once
+    for _ in range(20):
+        bench.feed(ev.Tick(), after_s=4.0)
+        if bench.now(cmd.Stage):
+            full_disk(bench)
+    assert not bench.core.memory.wanted and bench.core.memory.held is not None  # until somebody asks
+    bench.ask("r", from_memory=True)
+    bench.to_the_end()
+    assert told(bench, "r").state in COMMITTED_OR_BEYOND and committed_steps(bench) == [2]
+
+
+def test_the_next_snapshot_supersedes_what_could_not_be_saved() -> None:
+    bench = saved_and_failed(in_memory=True)
+    failed = bench.attempt
+    keep(bench, 3)
+    assert failed.phase is Phase.ABORTED and bench.core.memory.held is bench.attempt
+    assert {c.node for c in bench.said(cmd.Discard) if c.head == failed.head} == {"n1", "n2"}
+    assert bench.core.failures == 1 and bench.core.memory.unsaved is None
+
+
+@pytest.mark.parametrize("how", ["no memory tier", "its stager is gone", "its stager has restarted"])
+def test_without_images_to_go_back_to_a_failed_save_is_given_up(how: str) -> None:
+    if how == "no memory tier":
+        bench = saved_and_failed(in_memory=False)
+    else:
+        bench = Bench(in_memory=True)
+        bench.open(2, due=True)
+        bench.until(cmd.Stage)
+        if how == "its stager is gone":
+            bench.feed(ev.NodeLost("n2", "SIGKILL"))
+        else:
+            bench.incarnations["n2"] = 2
+            bench.hear("n2")
+    assert bench.attempt.phase is Phase.ABORTING and bench.core.memory.held is None
+
+
+def test_a_deadline_that_passes_while_it_is_staged_leaves_it_in_memory() -> None:
+    bench = Bench(in_memory=True)
+    bench.open(1)
+    bench.ask("soon", deadline_s=15.0, tag="soon")
+    bench.until(cmd.Stage)
+    bench.feed(ev.Tick(), after_s=15.0)
+    assert told(bench, "soon").state is SaveState.ABORTED
+    assert bench.core.memory.held is bench.attempt and bench.attempt.tag is None
+    bench.feed(ev.WindowClosed())
+    bench.to_the_end()
+    assert committed_steps(bench) == []
+
+
+def test_a_snapshot_for_memory_that_fails_never_stops_training() -> None:
+    bench = Bench(in_memory=True, on_failure="abort")
+    bench.open(1, memory=True)
+    asked = bench.until(cmd.Snapshot)[0]
+    bench.feed(ev.SnapshotFailed(asked.head.attempt, asked.node, "it still waits to be staged"))
+    (announce,) = bench.now(cmd.Announce)
+    assert announce.state is SaveState.ABORTED and not announce.stop
+    bench.to_the_end()
+    bench.open(2, due=True)
+    asked = bench.until(cmd.Snapshot)[0]
+    bench.feed(ev.SnapshotFailed(asked.head.attempt, asked.node, "it raised"))
+    assert bench.now(cmd.Announce)[-1].stop
+
+
+def test_what_is_taken_over_for_a_request_whose_deadline_is_over_is_kept_without_it() -> None:
+    late = SaveRequest("late", SaveKind.MANUAL, "by hand", "late", deadline_s=5.0, asked_at=1000.0)
+
+    def of(node: str) -> AttemptInventory:
+        held = still_held(node)
+        assert held.held is not None
+        keepsake = replace(held.held.keepsake, requests=(late,))
+        return replace(held, held=replace(held.held, keepsake=keepsake))
+
+    bench = Bench(hear=(), in_memory=True, wall_offset_s=1006.0)
+    for node in HOSTS:
+        bench.hear(node, of(node))
+    bench.feed(ev.RecoveryBegun(frozenset(HOSTS)))
+    assert told(bench, "late").state is SaveState.ABORTED and "6.0 s after it was asked for" in str(told(bench, "late"))
+    bench.to_the_end()
+    assert bench.core.memory.held is bench.attempt and bench.attempt.tag is None

@@ -8,7 +8,7 @@ import pytest
 
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
-from lastgood.coordinator.messages import Blame, MemberId, MemberInfo, RoleDeclaration, SaveKind, SaveState
+from lastgood.coordinator.messages import Blame, MemberId, MemberInfo, RoleDeclaration, SaveKind, SaveRequest, SaveState
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.policies import (
     AnyOf,
@@ -366,3 +366,53 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 def test_members_print_as_people_write_them() -> None:
     assert str(MemberId("actor", 3)) == "actor:3"
+
+
+def test_a_deadline_counts_from_when_somebody_asked_however_late_it_arrives() -> None:
+    bench = Bench(wall_offset_s=1_000_000.0)
+    bench.open(1)
+
+    def ask(name: str, *, ago_s: float) -> cmd.Announce:
+        asked_at = 1_000_000.0 + bench.now_s - ago_s
+        bench.feed(ev.Asked(SaveRequest(name, SaveKind.MANUAL, "by hand", None, "me", 5.0, asked_at=asked_at)))
+        return next(announce for announce in bench.now(cmd.Announce) if name in announce.request_ids)
+
+    late = ask("late", ago_s=12.0)
+    assert late.state is SaveState.ABORTED and "12.0 s after it was asked for, 7.0 s too late" in str(late.blame)
+    assert not bench.said(cmd.Snapshot)
+    ask("in time", ago_s=2.0)
+    bench.until(cmd.Stage)
+    bench.feed(ev.Tick(), after_s=2.9)
+    assert bench.attempt.phase is Phase.STAGING
+    bench.feed(ev.Tick(), after_s=0.2)
+    assert bench.attempt.phase is Phase.ABORTING
+    ask("of a clock that is ahead", ago_s=-100.0)  # no more than it asked for
+    assert bench.attempt.deadline_s == bench.now_s + 5.0
+
+
+def test_a_request_that_gives_up_takes_its_tag_along() -> None:
+    bench = Bench()
+    bench.open(1, due=True)
+    bench.ask("soon", tag="soon", deadline_s=3.0)
+    assert bench.attempt.tag == "soon" and bench.attempt.kind is SaveKind.MANUAL
+    bench.until(cmd.Stage)
+    bench.feed(ev.Tick(), after_s=3.0)
+    bench.to_the_end()
+    draft = bench.said(cmd.BuildManifest)[-1].draft
+    assert (draft.tag, draft.kind, draft.requested_by) == (None, SaveKind.SCHEDULED, "")
+    assert "soon" not in draft.reason
+
+
+def test_a_window_that_does_not_open_for_the_same_reason_as_the_last_is_no_further_failure() -> None:
+    bench = Bench(max_consecutive_failures=2)
+    blame = Blame("window", "actor:1 did not arrive", "n2", ACTOR1)
+    due = Decision(True, "every step")
+
+    def miss(step: int, *, again: bool) -> cmd.WindowVerdict:
+        bench.feed(ev.WindowOpened(step, {}, {"n2": blame}, due, ends_waiting=True, again=again))
+        return bench.now(cmd.WindowVerdict)[-1]
+
+    assert not miss(1, again=False).stop
+    assert not miss(2, again=True).stop and not miss(3, again=True).stop
+    assert bench.core.failures == 1
+    assert miss(4, again=False).stop

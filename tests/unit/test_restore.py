@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from lastgood.coordinator.messages import AttemptHead, LoadRequest
+from lastgood.coordinator.messages import AttemptHead, LoadRequest, MemberId
 from lastgood.coordinator.restore import Candidate, Restored, ResumeTerms, restore
-from lastgood.storage.errors import FingerprintError, IntegrityError, ResumeError, SnapshotError, WrongRunError
+from lastgood.storage.errors import (
+    FingerprintError,
+    IntegrityError,
+    ResumeError,
+    SnapshotError,
+    StagingError,
+    WrongRunError,
+)
 from lastgood.storage.layout import shard_path
 from lastgood.storage.manifest import Manifest, MemberRecord, RoleRecord, ShardRecord, digest_of_blocks
 
+MEMBERS = {"n1": (MemberId("actor", 0),), "n2": (MemberId("actor", 1),)}
 FACTS = {"actor.world_size": 2, "rows": 100}
 
 
@@ -25,12 +34,12 @@ class Port:
         self.refuses: dict[str, Exception] = {}  # attempt -> what load raises
         self.breaks: Exception | None = None  # what apply raises
 
-    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float) -> None:
+    async def load(self, epoch: int, head: AttemptHead, request: LoadRequest, deadline_s: float, members: Any) -> None:
         self.story.append(f"{self.name} loads {head.attempt}")
         if head.attempt in self.refuses:
             raise self.refuses[head.attempt]
 
-    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float) -> None:
+    async def apply(self, epoch: int, head: AttemptHead, deadline_s: float, members: Any) -> None:
         self.story.append(f"{self.name} applies {head.attempt}")
         if self.breaks is not None:
             raise self.breaks
@@ -72,13 +81,14 @@ def candidate(attempt: str, step: int, facts: Mapping[str, object] = FACTS, run:
 class Scene:
     def __init__(self) -> None:
         self.story: list[str] = []
+        self.return_s = 0.0
         self.ports = {name: Port(self.story, name) for name in ("n1", "n2")}
 
     def restore(
         self, *candidates: Candidate, now: Mapping[str, object] = FACTS, allow: tuple[str, ...] = ()
     ) -> Restored:
         terms = ResumeTerms("run", now, allow, {})
-        return asyncio.run(restore(candidates, terms, self.ports, 1, lambda: 10.0))
+        return asyncio.run(restore(candidates, terms, self.ports, MEMBERS, 1, lambda: 10.0, self.return_s))
 
 
 @pytest.fixture
@@ -134,3 +144,41 @@ def test_a_failure_while_writing_live_state_says_that_it_may_be_mixed(scene: Sce
     scene.ports["n2"].breaks = RuntimeError("no room")
     with pytest.raises(ResumeError, match="may be mixed"):
         scene.restore(candidate("A2", 2), candidate("A1", 1))
+
+
+class Away:
+    """A stager that is being restarted: it answers nothing, then its members are not back yet, then all is well."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+
+    def __call__(self, story: list[str]) -> Exception | None:
+        self.tries -= 1
+        if self.tries < 0:
+            return None
+        story.append("n2 is away")
+        return StagingError("actor:1 is not registered with the stager of node n2", away=True)
+
+
+def test_a_stager_that_is_being_restarted_is_waited_for_and_reading_begins_anew(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lastgood.coordinator.restore.RETRY_S", 0.0)
+    scene.return_s = 60.0
+    away, load = Away(2), scene.ports["n2"].load
+
+    async def late(*arguments: Any) -> None:
+        if error := away(scene.story):
+            raise error
+        await load(*arguments)
+
+    scene.ports["n2"].load = late  # type: ignore[method-assign]
+    assert scene.restore(candidate("A2", 2)).attempt == "A2"
+    assert scene.story[:6] == ["n1 loads A2", "n2 is away"] * 2 + ["n1 loads A2", "n2 loads A2"]
+
+
+def test_a_stager_that_stays_away_is_told_with_what_was_touched_and_what_to_do(scene: Scene) -> None:
+    scene.ports["n2"].refuses["A2"] = StagingError("stager:n2 does not answer load", away=True)
+    with pytest.raises(ResumeError, match="No live state was touched; resume again"):
+        scene.restore(candidate("A2", 2), candidate("A1", 1))
+    assert not any("applies" in line or "A1" in line for line in scene.story)

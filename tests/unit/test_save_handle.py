@@ -22,6 +22,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now_s
 
+    def time(self) -> float:
+        return self.now_s + 1e9
+
 
 class Link:
     """A coordinator that does not answer; `restarted`: one that has forgotten the request, and takes it again."""
@@ -61,4 +64,4 @@ def test_a_restarted_coordinator_is_given_what_is_left_of_the_deadline(monkeypat
     save = handle(link, 30.0)
     clock.now_s += 25.0
     assert save.wait("committed", 60.0).committed
-    assert [request.deadline_s for request in link.requests] == [5.0]
+    assert [(request.deadline_s, request.asked_at) for request in link.requests] == [(5.0, clock.time())]

@@ -14,8 +14,9 @@ from lastgood.coordinator.commands import Announce
 from lastgood.coordinator.messages import AttemptHead, Blame, Progress, SaveState
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.options import Options
-from lastgood.coordinator.outcomes import DrainOutcome
+from lastgood.coordinator.outcomes import DrainOutcome, WindowOutcome
 from lastgood.coordinator.ownership import Identity
+from lastgood.coordinator.policies import Decision
 from lastgood.coordinator.ports import Notice, Notices, StagerPort
 from lastgood.coordinator.retention import collect_remotely
 from lastgood.coordinator.service import Service
@@ -216,21 +217,35 @@ def test_a_notice_is_heeded_once_and_a_look_that_fails_is_repeated(tmp_path: Pat
     asyncio.run(scene())
 
 
-def test_a_save_that_failed_long_ago_is_not_told_again_by_every_new_coordinator(tmp_path: Path) -> None:
+def test_what_earlier_coordinators_left_unsaved_is_told_in_one_sentence_unless_something_newer_is_saved(
+    tmp_path: Path,
+) -> None:
     async def scene() -> None:
         service = await alone(tmp_path)
-        telling = service.telling
-        telling._newest = lambda: (1, 9)
+        telling, newest = service.telling, (0, 9)
+        telling._newest = lambda: newest
         refused = Blame("aborting", "the record of n1 says refuse")
-        for sequence in (3, 10):
-            telling.hear(
-                Announce(SaveState.ABORTED, (), AttemptHead(f"A{sequence}", sequence, 0, sequence), blame=refused)
-            )
-        telling.hear(Announce(SaveState.ABORTED, (), AttemptHead("A11", 11, 1, 11), blame=refused))
-        assert [sentence.partition(":")[0] for sentence, _ in telling._failed] == ["step 11"]
-        telling._newest = lambda: (0, 9)
-        telling.hear(Announce(SaveState.ABORTED, (), AttemptHead("A10", 10, 0, 10), blame=refused))
-        assert [sentence.partition(":")[0] for sentence, _ in telling._failed] == ["step 11", "step 10"]
+
+        def left(*steps: int, epoch: int = 0) -> None:
+            for step in steps:
+                head = AttemptHead(f"A{step}", step, epoch, step)
+                telling.hear(Announce(SaveState.ABORTED, (), head, blame=refused))
+
+        left(3, 10, 12)
+        left(11, epoch=1)
+        told = telling.news(12)
+        assert told is not None
+        own, before = told.failures
+        assert own.startswith("step 11: the record of n1 says refuse")
+        assert before.startswith("steps 10, 12 were not saved: the coordinator before this one")
+        assert telling.news(13) is None
+        left(10, 12)
+        newest = (1, 14)  # before anybody was told
+        assert telling.news(14) is None
+        left(15, epoch=0)
+        newest = (0, 9)
+        (again,) = telling.outcome(WindowOutcome(16, True), Decision(False, "none")).failures
+        assert again.startswith("step 15 was not saved")
         await service.end()
 
     asyncio.run(scene())

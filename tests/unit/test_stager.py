@@ -52,9 +52,9 @@ def test_a_marked_step_is_copied_staged_accepted_published_and_loaded_back(node:
     update(state)
     state["cursor"]["seen"] = 99
     assert not torch.equal(state["model"].weight, weights)
-    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0, [ACTOR])
     assert not torch.equal(state["model"].weight, weights)  # read and verified, nothing touched
-    node.call("apply", 1, head(), 30.0)
+    node.call("apply", 1, head(), 30.0, [ACTOR])
     assert torch.equal(state["model"].weight, weights)
     assert state["cursor"] == {"seen": 5}
     node.call("forget", 1)
@@ -200,8 +200,8 @@ def test_every_call_of_a_coordinator_refuses_the_past(node: Node) -> None:
         "note_durable": (at,),
         "discard": (at,),
         "collect": (at, "no"),
-        "load": (at, LoadRequest(b""), 1.0),
-        "apply": (at, 1.0),
+        "load": (at, LoadRequest(b""), 1.0, ()),
+        "apply": (at, 1.0, ()),
         "forget": (),
     }
     for method, arguments in calls.items():
@@ -467,3 +467,72 @@ def test_a_silent_process_is_named_by_its_deadline(node: Node) -> None:
     node.call("register", "p1", os.getpid(), pid_namespace_of_this_process(), [info])
     with pytest.raises(DeadlineError, match="actor:0"):
         node.call("mark", 1, 1, 0.05)
+
+
+def committed_here(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    node.call("upload", 1, head())
+
+
+def test_a_link_in_a_shards_place_is_passed_over_for_the_stores_copy(
+    node: Node, agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    committed_here(node, agent)
+    records = node.stager._disk.read_staged(head())
+    assert records
+    place = node.root / "staging/run/global_step_1/A1" / records[0].path
+    whole = place.read_bytes()
+    place.rename(node.root / "elsewhere")
+    place.symlink_to(node.root / "elsewhere")
+    image = str(node.call("locate", head(), records[0], [], None)[0])
+    found, tier = node.call("locate", head(), records[0], [image], None)
+    assert tier == "store" and Path(found).read_bytes() == whole
+    assert "outside of" in caplog.text
+
+
+def test_strangers_among_the_attempts_are_ignored_and_told_once(
+    node: Node, agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    committed_here(node, agent)
+    outside = node.root / "outside"
+    outside.mkdir()
+    (node.root / "staging/run/global_step_1/evil").symlink_to(outside)
+    (node.root / "staging/run/global_step_7").symlink_to(outside)
+    node.restart()
+    for _ in range(2):
+        assert [found.attempt for found in node.call("hello", 2, []).attempts] == ["A1"]
+    assert sum("is a symbolic link" in line for line in caplog.messages) == 2
+    assert outside.is_dir() and not list(outside.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 100])
+def test_a_damaged_note_of_epoch_or_name_is_made_anew_from_what_lies_there(
+    node: Node, agent: Agent, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    committed_here(node, agent)
+    node.call("hello", 5, [])
+    name = node.stager.node
+    for note in ("epoch.json", "node.json"):
+        (node.root / "staging/run" / note).write_bytes(content)
+    node.restart()
+    assert node.stager.node == name
+    assert node.call("highest_epoch") == 1  # of the attempt: no lower one may speak
+    assert "that counts" in caplog.text and f"say that this node is {name}" in caplog.text
+    assert node.call("hello", 5, []).attempts[0].completed
+    node.restart()
+    assert node.call("highest_epoch") == 5 and node.stager.node == name
+
+
+def test_a_member_that_has_not_registered_again_is_not_passed_over_by_a_resume(node: Node, agent: Agent) -> None:
+    committed_here(node, agent)
+    request = LoadRequest(manifest_of(node, head(), node.stager._disk.read_staged(head()) or ()))
+    agent.close()
+    node.restart()
+    node.call("hello", 1, [])
+    with pytest.raises(StagingError, match=r"actor:0 is not registered with the stager of node .* not asked to load"):
+        node.call("load", 1, head(), request, 30.0, [ACTOR])
+    with pytest.raises(StagingError, match="not asked to apply"):
+        node.call("apply", 1, head(), 30.0, [ACTOR])

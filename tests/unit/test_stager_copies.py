@@ -63,8 +63,8 @@ def test_an_overlapped_copy_tells_when_updates_wait_for_it(node: Node, agent: Ag
     assert not torch.equal(state["model"].weight, before)
     node.call("copying", 1, head(), 30.0)  # it is over: nothing to wait for
     manifest = commit(node, head())
-    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
-    node.call("apply", 1, head(), 30.0)
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0, [ACTOR])
+    node.call("apply", 1, head(), 30.0, [ACTOR])
     assert torch.equal(state["model"].weight, before)
 
 
@@ -123,8 +123,8 @@ def test_an_update_that_waits_for_the_copy_of_several_members_closes_the_window_
     assert [report.step for report in vote.members] == [1, 1]
     assert not torch.equal(states["critic"]["model"].weight, before)
     manifest = commit(node, head())
-    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
-    node.call("apply", 1, head(), 30.0)
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0, [ACTOR])
+    node.call("apply", 1, head(), 30.0, [ACTOR])
     assert torch.equal(states["critic"]["model"].weight, before)
 
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from lastgood.coordinator.messages import AttemptHead, Keepsake, LoadRequest, RecordState, SnapshotOrder
-from lastgood.storage.errors import SnapshotError
+from lastgood.storage.errors import SnapshotError, StagingError
 from lastgood.storage.manifest import Manifest
+from lastgood.workers import staging
 from lastgood.workers.agent import Agent
 from lastgood.workers.images import ImageState
 from lastgood.workers.member import Member
@@ -47,8 +48,8 @@ def resumed(node: Node, manifest: bytes) -> torch.Tensor:
     new = Agent("run", LocalLink(node))
     new.add(Member.of("actor", 0, 1, state), "m2")
     try:
-        node.call("load", 1, head(), LoadRequest(manifest), 30.0)
-        node.call("apply", 1, head(), 30.0)
+        node.call("load", 1, head(), LoadRequest(manifest), 30.0, [ACTOR])
+        node.call("apply", 1, head(), 30.0, [ACTOR])
         node.call("forget", 1)
     finally:
         new.close()
@@ -81,8 +82,8 @@ def test_an_image_that_was_filled_again_is_not_read(node: Node, agent: Agent) ->
     update(state)
     node.call("mark", 1, 2, 30.0)
     snapshot(node, head("A2", 2, 1, 2))
-    node.call("load", 1, head(), LoadRequest(manifest), 30.0)
-    node.call("apply", 1, head(), 30.0)
+    node.call("load", 1, head(), LoadRequest(manifest), 30.0, [ACTOR])
+    node.call("apply", 1, head(), 30.0, [ACTOR])
     assert torch.equal(state["model"].weight, weights)
 
 
@@ -248,7 +249,78 @@ def test_a_rejected_copy_is_not_offered_again(node: Node, agent: Agent) -> None:
     assert node.call("locate", head(), record, [image, local, fetched], None) is None
 
 
-def test_a_snapshot_in_memory_outlives_the_next_copy_and_its_process(tmp_path: Path) -> None:
+def test_what_the_disk_does_not_take_stays_whole_in_memory_until_it_is_refused(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = training()
+    agent.add(Member.of("actor", 0, 1, state), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    write = Staging._write_file
+
+    def full(staging: Staging, at: AttemptHead, key: Any, *arguments: Any) -> Any:
+        if key[1] == "optimizer":
+            raise StagingError("no space left on device [ENOSPC]")
+        return write(staging, at, key, *arguments)
+
+    monkeypatch.setattr(Staging, "_write_file", full)
+    for _ in range(2):
+        with pytest.raises(StagingError, match="ENOSPC"):
+            stage(node, head())
+        assert not (node.root / "staging/run/global_step_1").exists()
+        assert {image.state for _, image in node.stager._staging._slots.images()} == {ImageState.SEALED}
+    agent.close()  # nobody but the stager is needed
+    monkeypatch.setattr(Staging, "_write_file", write)
+    commit(node, head())
+    (place,) = (node.root / "staging/run/global_step_1/A1/actor").glob("*model*")
+    assert torch.equal(load_file(place)["weight"], state["model"].weight)
+
+
+def test_a_refused_attempt_lets_go_of_images_that_the_disk_did_not_take(
+    node: Node, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+
+    def full(*_: Any) -> Any:
+        raise StagingError("no space left on device [ENOSPC]")
+
+    monkeypatch.setattr(Staging, "_write_file", full)
+    with pytest.raises(StagingError, match="ENOSPC"):
+        stage(node, head())
+    node.call("refuse", 1, head(), "the disk is full")
+    assert {image.state for _, image in node.stager._staging._slots.images()} == {ImageState.FREE}
+
+
+def test_the_order_to_copy_may_overtake_the_word_that_an_older_snapshot_is_over(tmp_path: Path) -> None:
+    node = Node(tmp_path, images_per_component=2)
+    agent = Agent("run", LocalLink(node))
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    for number in (1, 2):
+        node.call("mark", 1, number, 30.0)
+        snapshot(node, head(f"A{number}", step=number, sequence=number))
+    node.call("mark", 1, 3, 30.0)
+    asked, provide = threading.Event(), node.stager.provide
+
+    async def watched(*arguments: Any) -> Any:
+        asked.set()
+        return await provide(*arguments)
+
+    node.stager.provide = watched  # type: ignore[method-assign]
+    order = SnapshotOrder(head("A3", step=3, sequence=3), (ACTOR,), 30.0)
+    copying = asyncio.run_coroutine_threadsafe(node.stager.snapshot(1, order), node.loop.loop)
+    assert asked.wait(30)
+    node.call("discard", 1, head("A1", step=1, sequence=1))
+    assert copying.result(60).members[0].step == 3
+    agent.close()
+    node.close()
+
+
+def test_a_snapshot_in_memory_outlives_the_next_copy_and_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "LET_GO_S", 0.1)
     node = Node(tmp_path, images_per_component=2)
     agent = Agent("run", LocalLink(node))
     state = training()
