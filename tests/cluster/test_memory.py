@@ -87,13 +87,15 @@ def test_when_ranks_and_coordinator_die_the_last_finished_step_is_saved_all_the_
 
 
 def test_a_fast_loop_keeps_every_step_in_memory(world: World) -> None:
-    world.start(save_freq=1000, snapshot_freq=1, on_failure="abort")
-    world.run.resume()
-    world.update()
-    for step in range(1, 81):
-        outcome = world.run.end_step(step)  # as fast as it goes
+    cursor = {"seen": 0}
+    run = world.attach(save_freq=1000, snapshot_freq=1, on_failure="abort")
+    run.add_driver({"cursor": cursor})
+    run.resume()
+    for step in range(1, 201):
+        cursor["seen"] = step
+        outcome = run.end_step(step)  # as fast as it goes: all on one node
         assert outcome.in_memory and not outcome.failures, outcome
-    world.run.close(save_last=False)
+    run.close(save_last=False)
 
 
 def test_when_saving_what_is_in_memory_fails_it_is_tried_again_and_a_resume_waits(world: World) -> None:
