@@ -233,7 +233,7 @@ class FleetStore:
         self.objects: dict[str, bytes] = {}
         self.heads = 0
 
-    def probe(self) -> None:
+    def probe(self, folder: str) -> None:
         """It is there."""
 
     def create_exclusive(self, key: str, data: bytes) -> bool:

@@ -7,6 +7,7 @@ lastgood's own stagers only: a handle to a user's actor would keep that actor an
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import shutil
@@ -240,7 +241,7 @@ class CoordinatorActor:
         store = open_store(self._options.store)
         if self._store_lane is None:
             self._store_lane = Lane(f"the store {store.url}", STORE_THREADS, StoreUnavailableError)
-        await self._store_lane.run("its probe", store.probe, STORE_S)
+        await self._store_lane.run("its probe", functools.partial(store.probe, self._options.run), STORE_S)
         cluster = Path(session_dir()).name
         address = f"{socket.gethostname()} pid {os.getpid()}, Ray {cluster}"
         identity = Identity(cluster, ulid(), address)

@@ -71,9 +71,12 @@ class Store(Protocol):
     @property
     def guarantees(self) -> Guarantees: ...
 
-    def probe(self) -> None:
-        """Writes, reads back and removes an object; raises StoreError saying what is wrong with the root (or that it is
-        not there: a lost mount must not become a directory)."""
+    def probe(self, folder: str) -> None:
+        """Writes, reads back and removes an object below the key `folder`.
+
+        Raises StoreError saying what is wrong with the root (or that it is not there: a lost mount must not become a
+        directory).
+        """
         ...
 
     def create_exclusive(self, key: str, data: bytes) -> bool:
@@ -206,8 +209,8 @@ class FileStore:
         """The file of a key. Raises IntegrityError when it would leave the root."""
         return confine(self.root, key)
 
-    def probe(self) -> None:
-        key = f"{new_id('.lastgood-probe')}{files.TEMPORARY_SUFFIX}"  # swept, if a death leaves it
+    def probe(self, folder: str) -> None:
+        key = f"{folder}/{new_id('.lastgood-probe')}{files.TEMPORARY_SUFFIX}"  # swept, if a death leaves it
         self._require_root()
         try:
             if not self.create_exclusive(key, b"first") or self.create_exclusive(key, b"second"):
@@ -223,7 +226,6 @@ class FileStore:
                 )
         finally:
             self.delete_many([key])
-            self.sweep(".", ABANDONED_S)
 
     def _require_root(self) -> None:
         """A store is never made by itself: where a file system should be mounted it would lie on this host's disk."""

@@ -43,7 +43,7 @@ class Teller:
             await self.stagers.attend(node)
         store = self.place.store
         with self.journal.call("probe"):
-            store.probe()
+            store.probe(RUN)
         self._epoch = epoch
         if store.find(PATHS.epoch(epoch)) is None or self.again:
             with self.journal.call("claim", epoch=epoch, owner=f"owner-{epoch}"):

@@ -31,8 +31,8 @@ def test_a_store_is_empty_until_something_is_written(store: Store) -> None:
 
 
 def test_the_probe_leaves_nothing_behind_and_can_be_repeated(store: Store) -> None:
-    store.probe()
-    store.probe()
+    store.probe("run")
+    store.probe("run")
     assert list(store.list("")) == []
 
 

@@ -47,14 +47,14 @@ def test_opening_touches_nothing(tmp_path: Path) -> None:
 
 def test_a_root_that_is_not_there_is_not_made_since_a_mount_may_be_lost(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"does not exist on .* Mount it; for a new store: mkdir -p"):
-        open_store(tmp_path / "mnt" / "ckpts").probe()
+        open_store(tmp_path / "mnt" / "ckpts").probe("run")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_that_is_a_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError) as caught:
-        open_store(tmp_path / "file").probe()
+        open_store(tmp_path / "file").probe("run")
     assert caught.value.errno in (errno.EEXIST, errno.ENOTDIR)
 
 
@@ -65,7 +65,7 @@ from lastgood.storage.errors import StoreError
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
 try:
-    open_store(sys.argv[1]).probe()
+    open_store(sys.argv[1]).probe("run")
 except StoreError as error:
     print(type(error).__name__, error)
 """
@@ -100,7 +100,7 @@ def test_a_link_inside_the_store_that_leads_outside_is_refused(files_store: File
 def test_a_mount_that_went_away_is_unavailable_with_unknown_outcome(
     files_store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    files_store.probe()
+    files_store.probe("run")
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))

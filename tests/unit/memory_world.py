@@ -88,7 +88,7 @@ class MemoryStore:
     url = "memory://"
     guarantees = Guarantees(True, True, "it is a dictionary")
 
-    def probe(self) -> None:
+    def probe(self, folder: str) -> None:
         self._reach()
 
     def _reach(self) -> None:
