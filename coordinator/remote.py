@@ -96,7 +96,8 @@ class Remote:
             )
         return data
 
-    def _come_home(self) -> None:
+    def require_lead(self) -> None:
+        """Raises FencedError when a newer coordinator has claimed an epoch, StoreError when that cannot be told."""
         if self._home is None:
             return
         (epoch,) = epochs_in([self._home])
@@ -120,7 +121,7 @@ class Remote:
 
         Raises StoreUnavailableError when the store is not there, FencedError when a newer coordinator leads the run.
         """
-        self._come_home()
+        self.require_lead()
         entry = LedgerEntry(
             run=completed.run,
             attempt=completed.attempt,
@@ -150,7 +151,7 @@ class Remote:
         Raises StoreError with `missing_nodes` when objects are absent or of another length, with `collected` when a
         tombstone stands in COMPLETED's place, FencedError when a newer coordinator leads the run.
         """
-        self._come_home()
+        self.require_lead()
         if manifest is None:
             manifest = Manifest.from_bytes(manifest_bytes, where=f"the manifest of {completed.attempt}")
         self._check_objects(manifest)
@@ -179,7 +180,7 @@ class Remote:
 
         Raises StoreError.
         """
-        self._come_home()
+        self.require_lead()
         newest = newest_first(completed)
         for one in newest:
             self._forward(self._paths.pointer(one.step), one.to_bytes(), one, Completed)

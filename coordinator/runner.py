@@ -9,12 +9,13 @@ anything is accepted.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from ..storage.errors import DeadlineError, StoreUnavailableError
+from ..storage.errors import DeadlineError, StoreError, StoreUnavailableError
 from ..storage.failpoints import VARIABLE, failpoint
 from ..storage.manifest import Completed, Manifest, MemberRecord, Parent, RoleRecord
 from . import commands as cmd
@@ -24,9 +25,12 @@ from .ports import ParticipantPort
 from .remote import Remote
 from .settings import Settings
 
+log = logging.getLogger("lastgood.coordinator")
+
 T = TypeVar("T")
 Blocking = Callable[[Callable[[], T]], Awaitable[T]]
 
+LOOK_S = 2.0  # for a look into the store that a commit can do without
 _GRACE_S = 1.0  # a node's own error, which names the member, shall arrive before our timeout
 _KEEP_BUILT = 2  # manifests are long; one is committed while the one before it is uploaded
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
@@ -172,8 +176,7 @@ class Runner:
     def _effect(self, command: cmd.AttemptCommand) -> tuple[Awaitable[Any], float]:
         deadlines = self._settings.deadlines
         if isinstance(command, cmd.BuildManifest):
-            draft, created_at = command.draft, self._now_utc()
-            return self._building(lambda: self.build(draft, created_at)), deadlines.accept_s
+            return self._lead_and_build(command.draft, self._now_utc()), deadlines.accept_s
         remote = self._remote
         if remote is None:
             raise StoreUnavailableError("this run has no store")
@@ -188,6 +191,19 @@ class Runner:
             self._built.pop(command.head.attempt, None)
 
         return self._blocking(complete), deadlines.remote_s
+
+    async def _lead_and_build(self, draft: cmd.Draft, created_at: str) -> bytes:
+        """The last look before a commit begins: raises FencedError when a newer coordinator leads the run.
+
+        Without the store nobody knows; commits on the nodes go on then.
+        """
+        remote = self._remote
+        if remote is not None:
+            try:
+                await answer_within(self._blocking(remote.require_lead), LOOK_S, "the store", "who leads the run")
+            except (StoreError, DeadlineError) as error:
+                log.warning("whether another coordinator leads the run is not known now: %s", error)
+        return await self._building(lambda: self.build(draft, created_at))
 
     def build(self, draft: cmd.Draft, created_at: str) -> bytes:
         """The manifest's bytes. What they say is kept: to read them again would cost far more than to write them."""

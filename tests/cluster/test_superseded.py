@@ -26,12 +26,12 @@ def one_durable_step(world: World, **options: Any) -> None:
     world.durable(1)
 
 
-def stands_before_its_accepts(world: World, **options: Any) -> None:
+def stands_before_its_accepts(world: World, point: str = "coordinator.accept", **options: Any) -> None:
     """The coordinator has staged step 2 everywhere, and asks nobody to accept it before it is let go."""
     one_durable_step(world, **options)
-    world.arm("coordinator.accept", "pause")
+    world.arm(point, "pause")
     world.run.end_step(2)
-    world.fired("coordinator.accept")
+    world.fired(point)
 
 
 def at_rest(root: Path) -> dict[str, str]:
@@ -86,6 +86,20 @@ def test_a_superseded_coordinator_writes_nothing_to_the_store_although_no_heartb
 
     until(over, "the first coordinator has made step 2 durable, or was told to stop")
     assert at_rest(world.store) == before
+    with pytest.raises(lastgood.errors.FencedError, match=r"epoch \d+ was claimed"):
+        world.run.end_step(3)
+
+
+def test_a_superseded_coordinator_looks_once_more_before_it_asks_for_the_first_accept(
+    world: World, tmp_path: Path
+) -> None:
+    stands_before_its_accepts(world, "coordinator.staged", heartbeat_s=60)
+    with stopped(world.hello()["pid"]):
+        assert "leads from Restored(step=1" in second_cluster(world, "yes", tmp_path / "second.py")
+        before = at_rest(world.node_dirs()[0] / world.name / "records")
+        world.go("coordinator.staged")
+    told_to_stop(world)
+    assert at_rest(world.node_dirs()[0] / world.name / "records") == before
     with pytest.raises(lastgood.errors.FencedError, match=r"epoch \d+ was claimed"):
         world.run.end_step(3)
 
