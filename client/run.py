@@ -206,9 +206,10 @@ class Run:
                 self._progress = replace(self._progress, roles=roles)
                 return
             if time.monotonic() > until:
+                why = " ".join(missing.why) or "Is the node's stager alive (lastgood status)?"
                 raise MembershipError(
                     f"add_members({role!r}): the coordinator does not see {', '.join(absent)}. Nothing is saved for "
-                    "this role. Is the node's stager alive (lastgood status)?",
+                    f"this role. {why}",
                     role=role,
                     missing=absent,
                 )

@@ -178,7 +178,7 @@ class Memory:
     def lose_member(self, reason: str) -> None:
         """A process that the held snapshot is of is gone: what it had is saved."""
         if self.held is not None and not self.wanted:
-            self.held.reason = f"{self.held.reason}; {reason}"
+            self.held.reason = f"{self.held.reason}; {reason}" if self.held.reason else reason
             self.want(reason)
 
     def ask(self, pending: Pending) -> Blame | None:

@@ -34,6 +34,7 @@ class Nodes:
         self.members: dict[str, tuple[MemberInfo, ...]] = {}  # registered, of processes that live
         self.processes: dict[str, int] = {}  # live processes that are registered
         self.incarnations: dict[str, str] = {}  # of their stagers
+        self._trouble: dict[int, str] = {}  # by id of the port: why it did not answer the last hello
         self.silent: set[str] = set()  # nodes whose stagers did not answer the last hello
         self.marked_steps: set[int | None] = set()  # of the nodes with members, at boot
         self.wishes: dict[str, Sequence[SaveRequest]] = {}  # saves that are not over, as each node's stager remembers
@@ -65,6 +66,7 @@ class Nodes:
             await self.meet(ports)
             there = set(map(id, ports))
             self.silent = {node for node in self.silent if id(self.ports[node]) in there}
+            self._trouble = {known: why for known, why in self._trouble.items() if known in there}
 
     async def node_changed(self, node: str) -> None:
         """A stager's registrations changed: says hello to it alone. Changes that wait for their turn share one hello.
@@ -97,9 +99,11 @@ class Nodes:
             if isinstance(answer, BaseException):
                 log.log(logging.INFO if self.ending else logging.WARNING, "a stager does not answer: %s", answer)
                 everyone = False
+                self._trouble[id(port)] = str(answer) or type(answer).__name__
                 self.silent.update(node for node, known in self.ports.items() if known is port)
                 continue
             self.silent.discard(answer.node)
+            self._trouble.pop(id(port), None)
             self.ports[answer.node] = port
             self.members[answer.node] = answer.members
             self.processes[answer.node] = answer.processes
@@ -132,7 +136,7 @@ class Nodes:
             for rank in range(declaration.world_size)
             if (declaration.role, rank, declaration.membership) not in there
         ]
-        return Missing(tuple(absent))
+        return Missing(tuple(absent), tuple(sorted(set(self._trouble.values()))) if absent else ())
 
     async def await_return(self, until: float) -> None:
         """Waits for members whose stager is gone or was restarted: their agents register again by themselves.

@@ -89,3 +89,4 @@ class Missing:
     """What the coordinator still waits for before the run is complete; empty when it is."""
 
     members: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()  # what stagers that did not answer have raised, sentences

@@ -89,6 +89,7 @@ class Conduct:
         self._since: list[Entry] = []  # journal entries since the fault before
         self._armed_steps: int | None = None  # steps ended when the point was armed
         self._moment_at: float | None = None  # when the moment came
+        self._passed_at: float | None = None  # when the point was seen to have been passed, by one that it killed
         self._release: Hold | None = None
         self._before: dict[int, str] = {}
         self._calm_from = 0
@@ -197,12 +198,12 @@ class Conduct:
     def _died_at(self, fault: Fault, phase: str) -> None:
         """Somebody died at an armed point: who?"""
         dead = {pid: kind for pid, kind in self._before.items() if not lives(pid)}
-        if not dead and time.monotonic() - (self._moment_at or 0) < LIMIT_S:
-            later = self.breaker.everybody()
-            self._before.update(later)  # whoever passed it may be younger than the moment
+        self._passed_at = self._passed_at or time.monotonic()
+        if not dead and time.monotonic() < self._passed_at + MISSING_S:
+            self._before.update(self.breaker.everybody())  # whoever passed it may be younger than the moment
             return
-        pid, kind = next(iter(dead.items()))
-        self._over(Struck(fault, True, kind, phase, f"pids [{pid}]", time.time()))
+        pid, kind = next(iter(dead.items()), (0, fault.victim))  # or was born and died between two looks
+        self._over(Struck(fault, True, kind, phase, f"pids [{pid}]" if pid else "unseen", time.time()))
 
     def _let_point_go(self, fault: Fault, delay_s: float) -> None:
         point = fault.moment.point
@@ -213,6 +214,7 @@ class Conduct:
         self.struck.append(struck)
         self._since = []
         self._moment_at = None
+        self._passed_at = None
         self._armed_steps = None
 
     def _phase(self) -> str:

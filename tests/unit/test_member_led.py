@@ -11,7 +11,8 @@ import pytest
 from lastgood.coordinator import gathering
 from lastgood.coordinator.grants import CutAt, GiveUp, Grants, GrantTo
 from lastgood.coordinator.messages import Grant, Line, MemberId
-from lastgood.storage.errors import LastgoodError, UsageError, WindowClosedError
+from lastgood.coordinator.outcomes import Missing
+from lastgood.storage.errors import LastgoodError, StoreError, UsageError, WindowClosedError
 from lastgood.workers.pace import Pace
 from tests.unit.led_world import Led, run, until
 from tests.unit.memory_world import manual
@@ -447,6 +448,31 @@ def test_a_new_coordinator_collects_nothing_before_it_has_committed() -> None:
         await w.start()
         await asyncio.sleep(0.5)
         assert [c.step for c in w.service.checkpoints()] == [3, 2, 1]
+        await w.service.end()
+
+    run(scene())
+
+
+def test_why_a_stager_does_not_answer_is_told_to_whoever_misses_its_members() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        await w.start()
+        membership, _ = await begin(w, "a")
+        assert w.service.nodes.missing() == Missing()
+        hello, why = w.ports[1].hello, "node n2 does not see run/epochs/1 in the store: mount it there"
+
+        async def blind(epoch: int, declarations: Any) -> Any:
+            raise StoreError(why)
+
+        w.ports[1].hello = blind  # type: ignore[method-assign]
+        w.ports[0].die(0)
+        await w.service.nodes.refresh()
+        missing = w.service.nodes.missing()
+        assert missing.members == ("actor:0",) and [why in sentence for sentence in missing.why] == [True]
+        w.ports[1].hello = hello  # type: ignore[method-assign]
+        w.ports[0].register(0, "a-p0", membership)
+        await w.service.nodes.refresh()
+        assert w.service.nodes.missing() == Missing()
         await w.service.end()
 
     run(scene())

@@ -364,7 +364,7 @@ def test_a_save_that_the_disk_does_not_take_stays_in_memory_and_is_saved_when_a_
     bench.to_the_end()
     assert committed_steps(bench) == [2] and bench.core.failures == 0
     draft = bench.said(cmd.BuildManifest)[-1].draft
-    assert (draft.kind, draft.tag) == (SaveKind.MEMORY, None)
+    assert (draft.kind, draft.tag) == (SaveKind.MEMORY, None) and draft.reason.startswith("member actor:1")
 
 
 def test_it_is_tried_again_after_pauses_that_double_and_told_once() -> None:
