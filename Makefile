@@ -63,7 +63,7 @@ containment: setup  ## full, read-only, frozen and lost disks, stalled members: 
 	$(BIN)/python -m pytest -q tests/containment
 
 cluster: setup  ## real Ray, real FSDP2, real SIGKILLs: minutes
-	$(BIN)/python -m pytest -q tests/cluster
+	$(BIN)/python -m pytest -q --durations=10 tests/cluster
 	$(BIN)/python -m pytest -q tests/chaos
 
 chaos: setup  ## the kill campaign (make chaos TRIALS=300 SEED=7; docs/chaos.md): hours if you like
