@@ -1,13 +1,17 @@
 """`python -m benchmarks.peers [--megabytes 400] [--rounds 5] [--json]`: what a save costs beside what others would do.
 
 Two FSDP2 ranks (gloo) with so much state each, on one node; one save a round, medians after one round that warms up,
-the ways in alternating order. Wall seconds:
+the ways in alternating order:
 
-stall   training stands still: the save is called -> it returns on every rank (lastgood: end_step)
+stall   wall seconds that training stands still: the save is called -> it returns on every rank (lastgood: end_step)
 safe    the save is called -> all of it is synced to the disk (lastgood: committed; nothing is uploaded in between)
+CPU     seconds of all cores, whoever used them, until it is safe (or returns), less what an idle machine uses
+step    the same CPU-bound work in every rank right after the save has returned, over that work with nothing beside it;
+        in rounds of its own, and only of ways that write in the background
 
-Every way saves model and optimizer. torch.save writes into the page cache, as verl leaves it ("as verl"), or syncs its
-files as well. DCP syncs what it writes; in the background it has one stager that is used again, and cached plans.
+Every way saves model, optimizer and the rollout's weights. torch.save writes into the page cache, as verl leaves it
+("as verl"), or syncs its files as well. DCP syncs what it writes; in the background it has one stager that is used
+again, and cached plans.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ from .sharded import ShardedRank, state
 
 MEMBERS = 2
 LIMIT_S = 600.0
-POLL_S = 0.005
+POLL_S = 0.02  # of what is measured in seconds
+IDLE_S = 2.0  # how long the idle machine is looked at
+WORK_SIDE = 256  # of the matrices that work multiplies
 
 
 class PeerRank(ShardedRank):
@@ -63,6 +69,14 @@ class PeerRank(ShardedRank):
         """Returns when what was begun is written."""
         self._saving.result()
 
+    def work(self, passes: int) -> float:
+        """Wall seconds of CPU-bound work in one thread."""
+        matrix = torch.eye(WORK_SIDE)
+        began = time.perf_counter()
+        for _ in range(passes):
+            matrix = matrix @ matrix
+        return time.perf_counter() - began
+
     def save_as_verl_synced(self, folder: str) -> None:
         """Collective."""
         self.save_as_verl(folder)
@@ -75,7 +89,7 @@ class PeerRank(ShardedRank):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one way to save: medians in wall seconds, and the spread of the stall."""
+    """Of one way to save: medians, and the spread of the stall."""
 
     way: str
     rounds: int
@@ -83,12 +97,23 @@ class Cost:
     least_s: float
     most_s: float
     safe_s: float | None  # None: it is never synced
+    cpu_s_per_gb: float
+    step: float | None  # None: it writes before it returns
 
-    @classmethod
-    def of(cls, way: str, stalls: list[float], safes: list[float | None]) -> Cost:
-        known = [safe for safe in safes if safe is not None]
-        safe_s = statistics.median(known) if known else None
-        return cls(way, len(stalls), statistics.median(stalls), min(stalls), max(stalls), safe_s)
+
+@dataclass(frozen=True)
+class Spent:
+    """By one save."""
+
+    stall_s: float
+    safe_s: float
+    cpu_s: float
+
+
+def busy_s() -> float:
+    """CPU seconds that this machine has spent since it was started, on anything (proc_stat(5))."""
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def new_ranks(folder: Path, megabytes: float) -> list[Any]:
@@ -101,65 +126,71 @@ def new_ranks(folder: Path, megabytes: float) -> list[Any]:
     return ranks
 
 
-class Peers:
-    """All ways but ours, over one pair of ranks. Each answers (stall, safe)."""
+class Ranks:
+    """A pair of ranks, and calls to both."""
 
     def __init__(self, folder: Path, megabytes: float) -> None:
         self.folder = folder
         self.ranks = new_ranks(folder, megabytes)
-        self._count = itertools.count()
 
-    def _new(self) -> str:
-        return str(self.folder / f"peer-{next(self._count)}")
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        return ray.get([getattr(rank, method).remote(*arguments) for rank in self.ranks], timeout=LIMIT_S)
 
-    def _timed(self, method: str, *arguments: Any) -> float:
-        began = time.perf_counter()
-        ray.get([getattr(rank, method).remote(*arguments) for rank in self.ranks], timeout=LIMIT_S)
-        return time.perf_counter() - began
-
-    def verl(self) -> tuple[float, float | None]:
-        return self._timed("save_as_verl", self._new()), None
-
-    def verl_synced(self) -> tuple[float, float | None]:
-        spent_s = self._timed("save_as_verl_synced", self._new())
-        return spent_s, spent_s
-
-    def dcp(self) -> tuple[float, float | None]:
-        spent_s = self._timed("save_with_dcp", self._new())
-        return spent_s, spent_s
-
-    def dcp_async(self, kind: str) -> tuple[float, float | None]:
-        stall_s = self._timed("begin_with_dcp", self._new(), kind)
-        return stall_s, stall_s + self._timed("end_with_dcp")
-
-    def tidy(self) -> None:
-        ray.get([rank.update.remote() for rank in self.ranks])
-        for left in self.folder.glob("peer-*"):
-            shutil.rmtree(left)
-        os.sync()
+    def work_s(self, passes: int) -> float:
+        return max(self.ask("work", passes))
 
     def end(self) -> None:
         for rank in self.ranks:
             ray.kill(rank)
 
 
-class Ours:
+class Peers(Ranks):
+    """All ways but ours."""
+
+    _count = itertools.count()
+
+    def _new(self) -> str:
+        return str(self.folder / f"peer-{next(self._count)}")
+
+    def verl(self) -> None:
+        self.ask("save_as_verl", self._new())
+
+    def verl_synced(self) -> None:
+        self.ask("save_as_verl_synced", self._new())
+
+    def dcp(self) -> None:
+        self.ask("save_with_dcp", self._new())
+
+    def begin_dcp(self, kind: str) -> None:
+        self.ask("begin_with_dcp", self._new(), kind)
+
+    def end_dcp(self) -> None:
+        self.ask("end_with_dcp")
+
+    def tidy(self) -> None:
+        self.ask("update")
+        for left in self.folder.glob("peer-*"):
+            shutil.rmtree(left)
+        os.sync()
+
+
+class Ours(Ranks):
     """lastgood over a pair of ranks of its own."""
 
     def __init__(self, folder: Path, megabytes: float, snapshot: str) -> None:
-        self.ranks = new_ranks(folder, megabytes)
+        super().__init__(folder, megabytes)
         self.run = lastgood.attach(snapshot, **roots(folder), save_freq=1, save_total_limit=2, snapshot=snapshot)
         self.run.add_members("actor", self.ranks, state=state)
         self.run.resume()
         self.step = 0
 
-    def save(self) -> tuple[float, float | None]:
+    def begin(self) -> None:
         self.step += 1
-        began = time.perf_counter()
-        self.run.end_step(self.step)
-        stall_s = time.perf_counter() - began
+        outcome = self.run.end_step(self.step)
+        assert outcome.saving, outcome.failures
+
+    def commit(self) -> None:
         self._until(lambda newest: newest.committed)
-        return stall_s, time.perf_counter() - began
 
     def _until(self, so: Callable[[Any], bool]) -> None:
         until = time.monotonic() + LIMIT_S
@@ -170,51 +201,119 @@ class Ours:
 
     def tidy(self) -> None:
         self._until(lambda newest: newest.durable)
-        ray.get([rank.update.remote() for rank in self.ranks])
+        self.ask("update")
         os.sync()
 
     def end(self) -> None:
         self.run.close()
-        for rank in self.ranks:
-            ray.kill(rank)
+        super().end()
+
+
+@dataclass(frozen=True)
+class Way:
+    """`begin` stalls training; `end` waits until it is safe (None: it is when `begin` returns, if `synced`)."""
+
+    name: str
+    whose: Peers | Ours
+    begin: Callable[[], None]
+    end: Callable[[], None] | None = None
+    synced: bool = True
+
+    def save(self, idle_rate: float) -> Spent:
+        """`idle_rate`: CPU seconds per second of an idle machine."""
+        began_s, cpu_s = time.perf_counter(), busy_s()
+        self.begin()
+        stall_s = time.perf_counter() - began_s
+        if self.end is not None:
+            self.end()
+        safe_s = time.perf_counter() - began_s
+        cpu_s = busy_s() - cpu_s - safe_s * idle_rate
+        self.whose.tidy()
+        return Spent(stall_s, safe_s, cpu_s)
+
+    def step(self, passes: int) -> float | None:
+        """Work beside the save over work alone."""
+        if self.end is None:
+            return None
+        alone_s = self.whose.work_s(passes)
+        self.begin()
+        beside_s = self.whose.work_s(passes)
+        self.end()
+        self.whose.tidy()
+        return beside_s / alone_s
+
+    def cost(self, spent: list[Spent], steps: list[float | None], gb: float) -> Cost:
+        stalls = [each.stall_s for each in spent]
+        known = [step for step in steps if step is not None]
+        return Cost(
+            self.name,
+            len(spent),
+            statistics.median(stalls),
+            min(stalls),
+            max(stalls),
+            statistics.median(each.safe_s for each in spent) if self.synced else None,
+            statistics.median(each.cpu_s for each in spent) / gb,
+            statistics.median(known) if known else None,
+        )
+
+
+def idle_rate() -> float:
+    cpu_s = busy_s()
+    time.sleep(IDLE_S)  # the idle machine is measured, no condition awaited
+    return (busy_s() - cpu_s) / IDLE_S
 
 
 def measure(megabytes: float, rounds: int) -> list[Cost]:
-    spent: dict[str, list[tuple[float, float | None]]] = {}
     with ray_of_its_own() as folder:
         peers = Peers(folder, megabytes)
         blocking, overlapped = (Ours(folder, megabytes, snapshot) for snapshot in ("blocking", "overlapped"))
-        ways: dict[str, tuple[Callable[[], tuple[float, float | None]], Any]] = {
-            "lastgood, blocking": (blocking.save, blocking),
-            "lastgood, overlapped": (overlapped.save, overlapped),
-            "as verl: torch.save": (peers.verl, peers),
-            "torch.save and fsync": (peers.verl_synced, peers),
-            "dcp.save": (peers.dcp, peers),
-            "dcp.async_save, thread": (lambda: peers.dcp_async("thread"), peers),
-            "dcp.async_save, process": (lambda: peers.dcp_async("process"), peers),
-        }
-        for number in range(rounds + 1):  # the first one warms up
-            for way, (save, whose) in ways.items() if number % 2 else reversed(ways.items()):
-                found = save()
-                whose.tidy()
-                if number:
-                    spent.setdefault(way, []).append(found)
+        ways = [
+            Way("lastgood, blocking", blocking, blocking.begin, blocking.commit),
+            Way("lastgood, overlapped", overlapped, overlapped.begin, overlapped.commit),
+            Way("as verl: torch.save", peers, peers.verl, synced=False),
+            Way("torch.save and fsync", peers, peers.verl_synced),
+            Way("dcp.save", peers, peers.dcp),
+            Way("dcp.async_save, thread", peers, lambda: peers.begin_dcp("thread"), peers.end_dcp),
+            Way("dcp.async_save, process", peers, lambda: peers.begin_dcp("process"), peers.end_dcp),
+        ]
+        spent: dict[str, list[Spent]] = {way.name: [] for way in ways}
+        for way in ways:  # warms up
+            way.save(0.0)
+        rate = idle_rate()
+        for number in range(rounds):
+            for way in ways[:: 1 if number % 2 else -1]:
+                spent[way.name].append(way.save(rate))
+        longest_s = max(each.safe_s for kept in spent.values() for each in kept)
+        passes = max(1, int(longest_s / (peers.work_s(100) / 100)))  # so long that every save ends within it
+        steps: dict[str, list[float | None]] = {way.name: [] for way in ways}
+        for number in range(rounds):
+            for way in ways[:: 1 if number % 2 else -1]:
+                steps[way.name].append(way.step(passes))
+        gb = MEMBERS * megabytes / 1e3
         for whose in (blocking, overlapped, peers):
             whose.end()
-    return [Cost.of(way, [s for s, _ in spent[way]], [safe for _, safe in spent[way]]) for way in ways]
+    return [way.cost(spent[way.name], steps[way.name], gb) for way in ways]
 
 
 def text(found: list[Cost]) -> str:
     ours = found[0]
     assert ours.safe_s is not None
     lines = [
-        "| way | stall, s | least to most | over ours | on disk, s | over ours |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| way | stall, s | least to most | over ours | on disk, s | over ours | CPU s per GB | step beside it |",
+        f"|{' --- |' * 8}",
     ]
     for each in found:
-        spread = f"{each.least_s:.3f} to {each.most_s:.3f}"
         safe = "never synced | " if each.safe_s is None else f"{each.safe_s:.2f} | {each.safe_s / ours.safe_s:.2f}"
-        lines.append(f"| {each.way} | {each.stall_s:.3f} | {spread} | {each.stall_s / ours.stall_s:.2f} | {safe} |")
+        cells = [
+            each.way,
+            f"{each.stall_s:.3f}",
+            f"{each.least_s:.3f} to {each.most_s:.3f}",
+            f"{each.stall_s / ours.stall_s:.2f}",
+            safe,
+            f"{each.cpu_s_per_gb:.2f}",
+            "" if each.step is None else f"{each.step:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,24 +18,34 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import lastgood
 
+from .qwen_shape import QwenShaped
+
+VALUE_BYTES = 14  # of one parameter: itself and two moments in float32, and what a rollout reads in bfloat16
+
 
 class Rank:
-    """One rank: a model, its AdamW, RNG. Each rank's state is its own, nothing is sharded."""
+    """One rank: a model, its AdamW, its weights in bfloat16, RNG. Each rank's state is its own, nothing is sharded."""
 
     def __init__(self, rank: int, world_size: int, megabytes: float = 0.0) -> None:
-        """`megabytes` (10^6 bytes) of parameters and AdamW moments in all; 0: a few bytes."""
+        """`megabytes` (10^6 bytes) of state in all, shaped as Qwen2 has it; 0: a few bytes."""
         torch.set_num_threads(1)
         self.rank, self.world_size = rank, world_size
-        width = max(4, int((megabytes * 1e6 / 12) ** 0.5))  # 4 bytes each: a parameter and two moments
-        self.model = torch.nn.Linear(width, width, bias=False)
+        self.model = QwenShaped(megabytes * 1e6 / VALUE_BYTES) if megabytes else torch.nn.Linear(4, 4)
+        self.rollout = copy.deepcopy(self.model).to(torch.bfloat16).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.update()
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def update(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, parameter in zip(self.rollout.parameters(), self.model.parameters(), strict=True):
+                weight.copy_(parameter)
 
     def roll_out(self, seconds: float) -> None:
         """Busy in one method for so long, mostly waiting, as a rank is whose engine generates."""
@@ -60,7 +72,7 @@ class Rank:
 
 def state(rank: Rank) -> dict[str, Any]:
     """The components of a rank."""
-    return {"model": rank.model, "optimizer": rank.optimizer, "rng": lastgood.RNG()}
+    return {"model": rank.model, "optimizer": rank.optimizer, "rollout": rank.rollout, "rng": lastgood.RNG()}
 
 
 def new_ranks(count: int, megabytes: float = 0.0, nodes: Sequence[str] = ()) -> list[Any]:
@@ -86,7 +98,7 @@ def ray_of_its_own() -> Iterator[Path]:
     """A local Ray, and a directory for the run's roots; both are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="lastgood-bench-") as folder:
         (Path(folder) / "store").mkdir()
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="bench")
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="bench")
         try:
             yield Path(folder)
         finally:

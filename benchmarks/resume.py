@@ -29,9 +29,6 @@ ones (by SHA-256), else it stops. The driver lives on in all ways; all ranks are
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
 import platform
 import shutil
@@ -40,7 +37,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,11 +47,11 @@ import ray.exceptions
 import lastgood
 from lastgood.workers.stager_actor import find_stagers
 
+from . import script
 from .ranks import ray_of_its_own, roots
 from .sharded import ShardedRank, new_sharded_ranks, state
 
 MEMBERS = 2
-ROUNDS = 5  # after one that warms up
 LIMIT_S = 600.0  # for one wait of a trial
 
 
@@ -340,17 +337,5 @@ def text(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--megabytes", type=float, default=200.0, help="state of each rank, 10^6 bytes")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="that count, after one that warms up")
-    options = parser.parse_args()
-    with contextlib.redirect_stdout(sys.stderr):  # Ray tells of every killed process there
-        found = measure(options.megabytes, options.rounds)
-    sys.stdout.write(json.dumps(asdict(found)) + "\n" if options.json else text(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.run(__doc__, measure, text, megabytes=200.0, rounds=5))

@@ -1,16 +1,15 @@
-"""`python -m benchmarks.staging [--json] [--gb 1] [--folder DIR]`: how close staging a shard comes to the disk's speed.
+"""`python -m benchmarks.staging [--gb 1] [--rounds 5] [--json]`: how close staging a shard comes to the disk's speed.
 
 Three ways to bring the same image from shared memory to the disk and fsync it, in turn, in another order each round:
 as stagers do it (written directly and hashed), through the page cache and hashed, and written directly by as many
 threads without hashing, which is what the disk can do. The first round warms up; then medians of throughput and of CPU
 seconds of this process, all threads. What the kernel writes back on its own threads is not in them. Measure on a quiet
 machine: hashing takes 0.7 seconds of a core per GB, and threads of low priority do not get them beside other work.
+TMPDIR says which disk; it must not be a tmpfs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.storage.digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, block_ranges, hash_block
@@ -27,7 +26,8 @@ from lastgood.storage.files import WRITE_BYTES, write_image
 from lastgood.workers.images import SHARED_MEMORY, Image
 from lastgood.workers.priority import lower_this_thread
 
-ROUNDS = 5  # after one that warms up
+from . import script
+
 GB_BYTES = 10**9
 RAW = "direct, not hashed"
 
@@ -85,17 +85,17 @@ WAYS: dict[str, Way] = {
 }
 
 
-def measure(gb: float, folder: Path | None) -> list[Staged]:
-    """Needs `gb` of shared memory, and of disk in `folder`."""
+def measure(gb: float, rounds: int) -> list[Staged]:
+    """Needs `gb` of shared memory, and of disk."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}  # wall and CPU seconds
     nbytes = int(gb * GB_BYTES)
-    with tempfile.TemporaryDirectory(dir=folder) as disk, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory:
+    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory:
         image = Image.create(Path(memory, "image"), nbytes)
         payload = image.payload  # whole pages, as an image's file has
         noise = os.urandom(1 << 20)
         for begin, end in block_ranges(len(payload), len(noise)):
             payload[begin:end] = noise[: end - begin]
-        for number in range(ROUNDS + 1):
+        for number in range(rounds + 1):
             turn = number % len(WAYS)
             for way in [*list(WAYS)[turn:], *list(WAYS)[:turn]]:
                 place = Path(disk, "shard")
@@ -125,18 +125,5 @@ def text(found: list[Staged]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the shard, 10^9 bytes")
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk that is measured; the system's temporary folder if none"
-    )
-    options = parser.parse_args()
-    found = measure(options.gb, options.folder)
-    sys.stdout.write(json.dumps([asdict(each) for each in found]) + "\n" if options.json else text(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.run(__doc__, measure, text, gb=1.0, rounds=5))

@@ -39,7 +39,8 @@ class CopyingRank(Rank):
     def copy(self) -> float:
         """Seconds of one copy of all tensors into memory that is kept."""
         moments = [value for entries in self.optimizer.state.values() for value in entries.values()]
-        live = [parameter.detach() for parameter in self.model.parameters()] + moments
+        weights = [*self.model.parameters(), *self.rollout.parameters()]
+        live = [parameter.detach() for parameter in weights] + moments
         if not hasattr(self, "_own"):
             self._own = [torch.empty_like(tensor) for tensor in live]
         began = time.perf_counter()

@@ -1,8 +1,9 @@
 """`python -m benchmarks.steps [--json]`: what a step costs training when there is next to no state to copy.
 
 Wall milliseconds of `end_step`: led by a driver on the members' node, with nothing due and with a save due; at a
-member that leads itself; by a driver whose members are on two nodes (two raylets of this machine). Beside them one call
-to an actor of this Ray that does nothing, the unit in which to read the others.
+member that leads itself; by a driver with 32 members on this node, a save due; by a driver whose members are on two
+nodes (two raylets of this machine). Beside them one call to an actor of this Ray that does nothing, the unit in which
+to read the others.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from . import script
 from .ranks import new_ranks, rank_of, ray_of_its_own, roots, state, two_raylets
 
 MEMBERS = 2
+MANY = 32
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,10 @@ def measure(steps: int, saves: int) -> list[Spent]:
         options = {**roots(folder), "save_freq": 10**9}
         loops = ray.get([rank.lead.remote("members", steps, options) for rank in ranks])
         seconds = [spent for loop in loops for spent in loop[steps // 10 :]]
+        for rank in ranks:
+            ray.kill(rank)
         found.append(Spent.of("end_step at a member that leads itself, nothing due", seconds))
+        found.append(_saving(folder, "many", new_ranks(MANY), max(10, saves // 2)))
     return [*found, _on_two_nodes(steps)]
 
 
@@ -90,7 +95,15 @@ def _led_by_a_driver(folder: Path, steps: int, saves: int) -> list[Spent]:
     run.resume()
     plain = timed(steps, run.end_step)
     run.close(save_last=False)
-    run = lastgood.attach("saves", **roots(folder), save_freq=1, save_total_limit=2)
+    return [
+        Spent.of(f"end_step by a driver, {MEMBERS} members, nothing due", plain),
+        _saving(folder, "saves", ranks, saves),
+    ]
+
+
+def _saving(folder: Path, name: str, ranks: list[Any], saves: int) -> Spent:
+    """Each step is saved."""
+    run = lastgood.attach(name, **roots(folder), save_freq=1, save_total_limit=2)
     run.add_members("actor", ranks, state=state, rank=rank_of)
     run.resume()
     waits: list[float] = []
@@ -101,10 +114,7 @@ def _led_by_a_driver(folder: Path, steps: int, saves: int) -> list[Spent]:
         while (newest := run.latest()) is None or newest.step < step:  # the next one has the foreground free
             time.sleep(0.005)
     run.close()
-    return [
-        Spent.of(f"end_step by a driver, {MEMBERS} members, nothing due", plain),
-        Spent.of(f"end_step by a driver, {MEMBERS} members, a save due", waits[saves // 10 :]),
-    ]
+    return Spent.of(f"end_step by a driver, {len(ranks)} members, a save due", waits[saves // 10 :])
 
 
 def text(found: list[Spent]) -> str:
