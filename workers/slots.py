@@ -127,10 +127,12 @@ class Slots:
             if slot.process == process and not (whole and slot.image.attempt not in given_up):
                 self._destroy(key, slot)
 
-    def drop_orphans(self, living: Collection[str]) -> None:
-        """A resume is over: images that are staged and whose processes are gone are of no more use."""
+    def drop_orphans(self, living: Collection[str], awaited: Collection[str]) -> None:
+        """A resume is over: images that are staged and whose processes are gone are of no more use, unless the rest of
+        their attempt is still being staged."""
         for key, slot in list(self._all()):
-            if slot.image.state is ImageState.STAGED and slot.process not in living:
+            staged = slot.image.state is ImageState.STAGED and not _is_awaited(slot, awaited)
+            if staged and slot.process not in living:
                 self._destroy(key, slot)
 
     def _all(self) -> Iterator[tuple[Key, _Slot]]:
@@ -142,4 +144,6 @@ class Slots:
 
 
 def _is_awaited(slot: _Slot, awaited: Collection[str]) -> bool:
-    return slot.image.state is ImageState.SEALED and slot.image.attempt in awaited
+    """Whether what it holds may still have to be written: also what is staged, until all of its attempt is. A staging
+    that fails is done again, from these bytes."""
+    return slot.image.state in (ImageState.SEALED, ImageState.STAGED) and slot.image.attempt in awaited

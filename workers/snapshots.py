@@ -20,7 +20,6 @@ class StandingSnapshot:
     vote: NodeSnapshot
     shards: tuple[SealedShard, ...]
     held: HeldSnapshot | None = None  # what a later coordinator is told of it
-    taken_over: bool = False  # its images are another attempt's now, or will be in a moment
     staged: asyncio.Future[tuple[ShardRecord, ...]] | None = None
     progress: dict[tuple[MemberId, str], WriteProgress] = field(default_factory=dict)  # of the writes, once begun
 

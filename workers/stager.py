@@ -253,7 +253,7 @@ class Stager:
         if standing is not None:
             return standing  # asked again
         if order.origin is not None:
-            return await self._staging.take_over(order.origin, head)
+            return await self._staging.take_over(order.origin, head, order.deadline_s)
         loop = asyncio.get_running_loop()
         began = loop.time()
         await pass_point("stager.snapshot.begin")

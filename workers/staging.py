@@ -118,26 +118,22 @@ class Staging:
         """The attempt's images are whole. `held`: what a later coordinator is told when it is to stay in memory."""
         self._snapshots[head.attempt] = StandingSnapshot(head, vote, tuple(shards), held)
 
-    async def take_over(self, origin: str, head: AttemptHead) -> NodeSnapshot:
+    async def take_over(self, origin: str, head: AttemptHead, deadline_s: float) -> NodeSnapshot:
         """What lies in memory since attempt `origin` is that of `head` from now on; a write of it is given up.
 
-        Raises SnapshotError without it, StagingError when its write does not end.
+        Raises SnapshotError without it, StagingError when its write does not end in time; it stays as it was then.
         """
         for _, snapshot in self._all():
             held = snapshot.held
             if held is None or held.origin != origin or not self._is_whole(snapshot):
                 continue
-            snapshot.taken_over = True
             if snapshot.staged is not None:
-                for progress in snapshot.progress.values():
-                    progress.give_up()
-                await asyncio.wait({snapshot.staged}, timeout=LET_GO_S)
-                if snapshot.being_written:
-                    raise self._still_writing(snapshot)
+                await self._write_ended(snapshot, deadline_s)
                 if head.attempt in self._snapshots:
                     return snapshot.vote  # asked twice, and the other one was first
-            for shard in snapshot.shards:
-                self._image_of(shard).seal_for(head.attempt)
+                if not self._is_whole(snapshot):
+                    break
+            self._seal_for(head.attempt, snapshot)
             for known in (self._snapshots, self._staged):
                 known.pop(snapshot.head.attempt, None)
             self.stand(head, snapshot.vote, snapshot.shards, held)
@@ -148,20 +144,32 @@ class Staging:
             node=self.node,
         )
 
-    def _image_of(self, shard: SealedShard) -> Image:
+    async def _write_ended(self, snapshot: StandingSnapshot, deadline_s: float) -> None:
+        """Gives a write up and waits for its end. Raises StagingError when it does not come in time."""
+        assert snapshot.staged is not None
+        for progress in snapshot.progress.values():
+            progress.give_up()
+        await asyncio.wait({snapshot.staged}, timeout=deadline_s)
+        if snapshot.being_written:
+            raise self._still_writing(snapshot)
+
+    def _image_of(self, attempt: str, shard: SealedShard) -> Image | None:
+        """The image with a shard of an attempt, while it is as it was when it was sealed for it."""
         image = self._slots.find((shard.member, shard.component), shard.image)
-        assert image is not None, "a sealed image outlives its process until its attempt is over"
-        return image
+        if image is None or image.attempt != attempt or image.used_bytes != shard.nbytes:
+            return None
+        return image if image.state in (ImageState.SEALED, ImageState.STAGED) else None
 
     def _is_whole(self, snapshot: StandingSnapshot) -> bool:
         """Whether its images are still as they were when it was taken."""
+        return all(self._image_of(snapshot.head.attempt, shard) is not None for shard in snapshot.shards)
+
+    def _seal_for(self, attempt: str, snapshot: StandingSnapshot) -> None:
+        """All of a snapshot that is whole is that attempt's from now on, and nothing of it is staged."""
         for shard in snapshot.shards:
-            image = self._slots.find((shard.member, shard.component), shard.image)
-            if image is None or image.attempt != snapshot.head.attempt or image.used_bytes != shard.nbytes:
-                return False
-            if image.state not in (ImageState.SEALED, ImageState.STAGED):
-                return False
-        return True
+            image = self._image_of(snapshot.head.attempt, shard)
+            assert image is not None, "it is whole"
+            image.seal_for(attempt)
 
     def checked(self, head: AttemptHead, shard: SealedShard) -> SealedShard:
         """A member's word that a shard is whole, held against the image's own header page."""
@@ -237,7 +245,7 @@ class Staging:
                 log.warning("attempt %s failed and its files are still here: %s", head.attempt, error)
             raise
         finally:
-            if staged or snapshot.taken_over:
+            if staged:
                 self._snapshots.pop(head.attempt, None)
             elif head.attempt in self._given_up:
                 self._free(snapshot)
@@ -247,16 +255,25 @@ class Staging:
         return records
 
     def _stand_again(self, snapshot: StandingSnapshot) -> None:
-        """Nothing of it is on the disk; in memory it is whole."""
-        for shard in snapshot.shards:
-            self._image_of(shard).seal_for(snapshot.head.attempt)
+        """Nothing of it is on the disk; it is staged again from memory, where it is whole."""
+        if not self._is_whole(snapshot):
+            log.error("attempt %s is not whole in memory any more; it is given up here", snapshot.head.attempt)
+            self._free(snapshot)
+            return
+        self._seal_for(snapshot.head.attempt, snapshot)
         snapshot.staged = None
         snapshot.progress.clear()
 
     async def _write(self, snapshot: StandingSnapshot, shard: SealedShard) -> ShardRecord:
         head, key = snapshot.head, (shard.member, shard.component)
-        image = self._slots.find(key, shard.image)
-        assert image is not None, "a sealed image outlives its process until its attempt is over"
+        image = self._image_of(head.attempt, shard)
+        if image is None:
+            raise StagingError(
+                f"{shard.member}.{shard.component}: its image is not the one that was sealed for attempt "
+                f"{head.attempt}; it is not written. The previous checkpoint stands. Please report this.",
+                member=shard.member,
+                node=self.node,
+            )
         path = shard_path(shard.member.role, shard.member.rank, shard.component)
         async with self._writers:
             progress = snapshot.progress[key] = WriteProgress()
@@ -374,7 +391,7 @@ class Staging:
 
     def drop_orphans(self) -> None:
         """A resume is over; see Slots.drop_orphans."""
-        self._slots.drop_orphans(self._living())
+        self._slots.drop_orphans(self._living(), self._snapshots)
 
     def staged_image(self, head: AttemptHead, record: ShardRecord) -> Image | None:
         """The image that a shard was staged from, while it is still as it was."""
