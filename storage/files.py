@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from .crew import Crew
 from .digest import DEFAULT_BLOCK_BYTES, DEFAULT_THREADS, BlockDigests, block_ranges
 from .direct import PAGE_BYTES, DirectMode, whole_pages_bytes
@@ -345,22 +347,42 @@ def _write_pieces(fd: int, view: memoryview, path: Path, block_bytes: int, crew:
         crew.work(view, block_bytes, list(block_ranges(len(view), WRITE_BYTES)), write, at_once=False)
 
 
-def link_image(source: Path, path: Path, nbytes: int) -> bool:
-    """Gives the shard file at `source` a second name, durable at return. The caller knows that it is whole.
+def link_image(source: Path, path: Path, image: memoryview) -> bool:
+    """Gives the shard file at `source` a second name, durable at return, if the disk holds exactly `image` there.
 
-    Answers False when that cannot be: it is gone, or is not `nbytes` long, or is no plain file, or cannot be linked
-    there, or something stands at `path`. Raises StagingError when the name cannot be made durable.
+    Answers False when it does not (it has rotted, or is gone), cannot be linked there, or something stands at `path`.
+    Raises StagingError when the name cannot be made durable.
     """
     try:
-        found = source.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+        if not _holds(source, image):
             return False
         os.link(source, path)
-    except OSError:
+    except (OSError, IntegrityError):
         return False
     with translated("sync the directory", path.parent, staging_error):
         fsync_dir(path.parent)
     return True
+
+
+def _holds(path: Path, image: memoryview) -> bool:
+    """Compares every byte with the disk's. Raises IntegrityError for what is no plain file, OSError."""
+    fd = open_regular(path)
+    try:
+        if os.fstat(fd).st_size != len(image):
+            return False
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # not what some cache remembers
+        scratch = memoryview(bytearray(min(READ_BYTES, len(image))))
+        for at in range(0, len(image), READ_BYTES):
+            part = image[at : at + READ_BYTES]
+            piece = scratch[: len(part)]
+            if read_range_into(fd, piece, at) != len(part):
+                return False
+            if not np.array_equal(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8)):
+                return False
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return True
+    finally:
+        os.close(fd)
 
 
 def _preallocate(fd: int, nbytes: int) -> None:

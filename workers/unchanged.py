@@ -1,8 +1,8 @@
 """Shards that are as they were in the save before: a reference policy, a frozen base. They get a second name, no copy.
 
 The rule: a shard is hashed before it is written only where the two saves before held the same bytes, so that what
-changes is never hashed twice. The file that gets the second name was whole and synced when it was written; what the
-manifest says of it is the digest of this save's own image, so a file that has rotted since is found as any other.
+changes is never hashed twice. The file that gets the second name was whole and synced when it was written, and its
+bytes are read from the disk again and compared with this save's own image: one that has rotted is written anew.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Unchanged:
             return None
         found = digest_blocks(payload, last.digests.block_bytes, self._threads, self._start_thread)
         progress.check(place, len(payload))
-        if found != last.digests or not link_image(last.place, place, len(payload)):
+        if found != last.digests or not link_image(last.place, place, payload):
             return None
         progress.add(len(payload))
         return found

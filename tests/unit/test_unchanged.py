@@ -182,13 +182,26 @@ def test_a_save_that_is_given_up_while_it_is_hashed_links_nothing(tmp_path: Path
     assert not (tmp_path / "third").exists()
 
 
-def test_only_a_plain_file_of_the_right_length_gets_a_second_name(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    whole.write_bytes(b"x" * 100)
-    assert link_image(whole, tmp_path / "second", 100) and whole.samefile(tmp_path / "second")
-    assert not link_image(whole, tmp_path / "second", 100)  # something stands there
-    assert not link_image(whole, tmp_path / "third", 99)
-    assert not link_image(tmp_path / "gone", tmp_path / "third", 100)
+def test_only_a_plain_file_with_these_bytes_gets_a_second_name(tmp_path: Path) -> None:
+    whole, image = tmp_path / "whole", memoryview(b"x" * 100)
+    whole.write_bytes(image)
+    assert link_image(whole, tmp_path / "second", image) and whole.samefile(tmp_path / "second")
+    assert not link_image(whole, tmp_path / "second", image)  # something stands there
+    assert not link_image(whole, tmp_path / "third", image[1:])
+    assert not link_image(whole, tmp_path / "third", memoryview(b"x" * 99 + b"y"))
+    assert not link_image(tmp_path / "gone", tmp_path / "third", image)
     (tmp_path / "pointer").symlink_to(whole)
-    assert not link_image(tmp_path / "pointer", tmp_path / "third", 100)
+    assert not link_image(tmp_path / "pointer", tmp_path / "third", image)
     assert not (tmp_path / "third").exists()
+
+
+def test_a_file_that_has_rotted_is_not_the_next_checkpoints_as_well(saver: Saver) -> None:
+    for _ in range(3):
+        saver.save()
+    assert saver.same(2, 3)
+    with saver.shard(3).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"?")
+    saver.save()
+    assert not saver.same(3, 4)
+    assert torch.equal(load_file(saver.shard(4))["weight"], saver.frozen.weight)
