@@ -64,7 +64,7 @@ class SaveHandle:
         """Waits until the save is `state` ("snapshot", "staged", "committed", "uploading", "durable").
 
         Answers how it stands, which may be further. Raises SaveFailedError when it has failed (the previous checkpoint
-        stands), DeadlineError after `timeout_s`.
+        stands) or its outcome is in doubt (the error's `in_doubt` fact), DeadlineError after `timeout_s`.
         """
         wanted = SaveState(state)
         until = time.monotonic() + timeout_s
@@ -77,13 +77,7 @@ class SaveHandle:
             except UsageError:  # a restarted coordinator has not heard of it: served once, by its id
                 self.outcome = self._link.call("save", self._again(), timeout_s=_bound(until - time.monotonic()))
             if self.outcome.failed:
-                raise SaveFailedError(
-                    f"save of run {self._link.run} ({self._request.reason}) failed: {self.outcome.blame}. "
-                    "The previous checkpoint stands.",
-                    step=self.outcome.step,
-                    attempt=self.outcome.attempt,
-                    blame=self.outcome.blame,
-                )
+                raise self._failed()
             if reached(self.outcome.state, wanted):
                 return self.outcome
             if left <= 0:
@@ -93,6 +87,19 @@ class SaveHandle:
                     f"{timeout_s:.0f} s.{waits} It goes on; wait again, or look at `lastgood status {self._link.run}`.",
                     waited_s=timeout_s,
                 )
+
+    def _failed(self) -> SaveFailedError:
+        outcome, what = self.outcome, f"save of run {self._link.run} ({self._request.reason})"
+        if outcome.in_doubt:
+            told = (
+                f"{what} is in doubt: {outcome.blame}. It may still turn out committed, as step {outcome.step}; until "
+                f"then the previous checkpoint stands. Look at `lastgood story {self._link.run} {outcome.step}`."
+            )
+        else:
+            told = f"{what} failed: {outcome.blame}. The previous checkpoint stands."
+        return SaveFailedError(
+            told, step=outcome.step, attempt=outcome.attempt, blame=outcome.blame, in_doubt=outcome.in_doubt
+        )
 
     def _again(self) -> SaveRequest:
         """The request with what is left of its deadline."""

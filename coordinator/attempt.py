@@ -28,7 +28,7 @@ from .messages import (
     SaveRequest,
     SaveState,
 )
-from .moves import MOVES, PROVEN, UNDONE, Cause, Phase
+from .moves import COPYING, MOVES, PROVEN, UNDONE, Cause, Phase
 from .outcomes import COMMITTED_OR_BEYOND
 
 CERTAIN = (RecordState.ACCEPT, RecordState.REFUSE)  # records that never change
@@ -44,6 +44,7 @@ class Pending:
     request: SaveRequest
     deadline_s: float  # on the coordinator's clock
     holds_training: bool = False  # end_step waits until it is copied (scheduled and final saves)
+    told_late: bool = False  # its deadline has passed, and it was told that the outcome is in doubt
 
 
 @dataclass(eq=False)
@@ -74,6 +75,10 @@ class Attempt:
     held_at: dict[str, HeldSnapshot] = field(default_factory=dict)  # found in the memory of nodes
     origin: str | None = None  # it takes over the images of that attempt of an earlier incarnation
     staging_failures: int = 0  # after which it stayed in memory
+    failing_since_s: float = math.inf  # when the first of them was
+    needed: bool = False  # a process that it is of is gone: no deadline of a request ends it
+    overdue: bool = False  # it ended by a deadline that somebody gave a save by hand: no failure of the run's
+    heir: Attempt | None = None  # takes its images over: until it has, they must not go
     superseded: bool = False  # it was given up while it lay in memory: no disk ever knew of it
     drafted: bool = False  # the manifest is being built: what it says no longer changes
     manifest: bytes | None = None
@@ -197,7 +202,9 @@ class Attempt:
 
     @property
     def deadline_s(self) -> float:
-        """When the last of its requests gives up; infinite without requests."""
+        """When the last of its requests gives up; infinite without requests, or when it is needed without them."""
+        if self.needed:
+            return math.inf
         return max((pending.deadline_s for pending in self.requests), default=math.inf)
 
     @property
@@ -233,6 +240,8 @@ class Attempt:
         Without that an unheard participant might hold the accept that, with the others', makes it committed. An own
         attempt for which no accept was ever sent needs no such waiting.
         """
+        if self.heir is not None and self.heir.phase in COPYING:
+            return False
         if not self.may_be_accepted:
             return self.phase in UNDONE
         if not self.refused or not (self.participants_known or everyone_heard):

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -143,7 +144,7 @@ class Driver(Engine):
         told += await self._forward_pointers()
         known = {node for entry in self._survey.ledger for node in entry.nodes}
         known |= {node for attempt in self.core.attempts.values() for node in attempt.participants}
-        self._feed(ev.RecoveryBegun(frozenset(expected_nodes) | known))
+        self._feed(ev.RecoveryBegun(frozenset(expected_nodes) | known, time.time()))
         for attempt in sorted(self.core.attempts.values(), key=lambda a: a.order):
             if not attempt.mine and not attempt.over_everywhere:
                 last = attempt.story[-1][1] if attempt.story else attempt.phase.value
@@ -357,7 +358,7 @@ class Driver(Engine):
         The same request id is served once, however often it is sent. Raises FencedError.
         """
         self._check_alive()
-        self._feed(ev.Asked(request))
+        self._feed(ev.Asked(request, time.time()))
         self._check_alive()
         return self._outcome(request.request_id)
 

@@ -87,9 +87,11 @@ class StoreSurveyed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RecoveryBegun(Event):
-    """The first round of hellos is over: found attempts are decided from here on. `expected`: nodes known of."""
+    """The first round of hellos is over: found attempts are decided from here on. `expected`: nodes known of. `wall_s`:
+    seconds since 1970 as it came, for requests that were asked of an earlier coordinator; 0: not known."""
 
     expected: frozenset[str] = frozenset()
+    wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,10 @@ class WindowClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Asked(Event):
-    """Somebody wants a checkpoint."""
+    """Somebody wants a checkpoint. `wall_s`: seconds since 1970 as it came; 0: not known."""
 
     request: SaveRequest
+    wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,11 @@ class Hearing:
             self._forget_calls(attempt, node)
             attempt.tell(core.now_s, f"{node} is lost: {event.reason}")
             phase = attempt.phase
-            if (phase in COPYING and node not in attempt.snapshots) or (
-                phase is Phase.STAGING and node not in attempt.shards
-            ):
-                self._fail(attempt, f"the stager of {node} was lost: {event.reason}", node)
+            reason = f"the stager of {node} was lost: {event.reason}"
+            if phase in COPYING and node not in attempt.snapshots:
+                self._fail(attempt, reason, node)
+            elif phase is Phase.STAGING and node not in attempt.shards:  # its images are there when it is only silent
+                core.memory.keep_or_fail(attempt, self._blame(attempt, reason, node))
             elif phase is Phase.UPLOADING and node not in attempt.uploaded:
                 core.hold_up(attempt, f"{node} is lost: {event.reason}")
             elif phase in (Phase.ABORTING, Phase.IN_DOUBT):
@@ -231,8 +232,10 @@ class Hearing:
             self._fail(attempt, f"the stager of {node} restarted: its images are gone", node)
 
     def _fail(self, attempt: Attempt, reason: str, node: str) -> None:
-        waited_s = self._core.now_s - attempt.started_s
-        self._core.fail(attempt, Blame(attempt.phase.value, reason, node, waited_s=waited_s))
+        self._core.fail(attempt, self._blame(attempt, reason, node))
+
+    def _blame(self, attempt: Attempt, reason: str, node: str) -> Blame:
+        return Blame(attempt.phase.value, reason, node, waited_s=self._core.now_s - attempt.started_s)
 
     def store_surveyed(self, event: ev.StoreSurveyed) -> None:
         core = self._core
@@ -261,4 +264,4 @@ class Hearing:
         for attempt in found:
             if not attempt.held_at or attempt.proof is not None or attempt.all_accept:
                 core.judge(attempt)
-        core.memory.adopt([attempt for attempt in found if attempt.phase is Phase.FOUND])
+        core.memory.adopt([attempt for attempt in found if attempt.phase is Phase.FOUND], event.wall_s)

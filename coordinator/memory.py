@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RETRIES = 20
 PATIENCE = 5  # failures until a resume waits for it no longer
+PATIENCE_S = 120.0  # as well, since the first of them: a disk that hangs fails seldom
 
 
 def _whole(step: int, told: Mapping[str, HeldSnapshot]) -> tuple[Roster, Window] | None:
@@ -58,6 +59,7 @@ class Memory:
         self.wanted = False  # the held one waits for its turn to be staged
         self.not_before_s = 0.0  # it is not staged again earlier
         self.kept: tuple[Attempt, ...] = ()  # found in the memory of nodes, while one of them may be taken over
+        self.passing: list[Attempt] = []  # own ones whose images go over to their heirs
 
     def hold(self, attempt: Attempt) -> None:
         """The attempt's copy is whole, and nobody asks for more: training goes on, the images stay."""
@@ -71,8 +73,11 @@ class Memory:
         if attempt.requests:  # they waited for the one before
             self.want(attempt.requests[0].request.reason)
         self._look_for_members(attempt)
+        self._pause(attempt)
 
     def _look_for_members(self, attempt: Attempt) -> None:
+        if attempt.staging_failures >= RETRIES:
+            return
         assert attempt.roster is not None
         for member in self._core.membership.gone_of(attempt.roster.processes)[:1]:
             self.lose_member(f"member {member} was gone before it was saved")
@@ -80,39 +85,86 @@ class Memory:
     def keep_or_fail(self, attempt: Attempt, blame: Blame) -> None:
         """Its staging has failed. Where the run keeps snapshots in memory it is held again, else it is given up."""
         core = self._core
-        if not core.settings.in_memory or any(node not in core.heard for node in attempt.participants):
+        if not core.settings.in_memory:
             core.fail(attempt, blame)
             return
         attempt.move(Cause.KEPT, core.now_s, str(blame))
         attempt.staging_failures += 1
+        attempt.failing_since_s = min(attempt.failing_since_s, core.now_s)
         core.foreground = None
-        if attempt.kind is not SaveKind.MEMORY:
+        if core.counts(attempt):
             core.count_failure(attempt.id, attempt.head.sequence - 1)
         if attempt.requests or attempt.staging_failures == 1:
             stays = "The snapshot stays in memory, and is saved when a process dies or somebody asks."
+            if unheard := self._unheard(attempt):
+                stays = f"The snapshot stays in memory, and is whole when {', '.join(unheard)} is heard again with it."
             told = f"{blame.reason.rstrip('. ')}. {stays}"
             core.say_failed(attempt, replace(blame, reason=told))
+        attempt.overdue = False  # that was this try's end
         self.held, self.wanted = attempt, False
-        if attempt.staging_failures < RETRIES:
-            self._look_for_members(attempt)
-        pause_s = core.settings.retry_s * 2 ** min(attempt.staging_failures - 1, 30)
-        self.not_before_s = core.now_s + min(pause_s, core.settings.retry_max_s)
+        self._look_for_members(attempt)
+        self._pause(attempt)
+
+    def _pause(self, attempt: Attempt) -> None:
+        """One whose staging has failed is not staged again at once."""
+        if attempt.staging_failures:
+            settings = self._core.settings
+            pause_s = settings.retry_s * 2 ** min(attempt.staging_failures - 1, 30)
+            self.not_before_s = self._core.now_s + min(pause_s, settings.retry_max_s)
+
+    def keep_images_of(self, attempt: Attempt) -> None:
+        """An attempt has failed though all of it was staged: some record could not be written. It is given up for good,
+        but its images lie whole in memory: another attempt takes them over, and counts as one whose staging failed."""
+        core = self._core
+        unheard = any(node not in core.heard for node in attempt.participants)
+        if not core.settings.in_memory or unheard or core.foreground is not None or self.held is not None:
+            return
+        assert attempt.roster is not None and attempt.window is not None
+        heir = core.take_over(attempt.origin or attempt.id, attempt.roster, attempt.window, ())
+        heir.staging_failures = attempt.staging_failures + 1
+        heir.failing_since_s = min(attempt.failing_since_s, core.now_s)
+        heir.blame = attempt.blame
+        attempt.heir = heir
+        self.passing.append(attempt)
+
+    def _let_pass(self) -> None:
+        """Whose images have gone over to the heir, or cannot, are cleaned."""
+        for attempt in list(self.passing):
+            if attempt.heir is None or attempt.heir.phase not in COPYING:
+                attempt.heir = None
+                attempt.look()
+                self.passing.remove(attempt)
 
     @property
     def unsaved(self) -> str | None:
-        """What a resume does without, as a sentence: a snapshot that could not be saved. None when there is none."""
+        """What a resume does without, as a sentence: a snapshot that is not saved. None when there is none."""
         held = self.held
-        if held is None or not held.staging_failures:
+        if held is None:
+            return None
+        what = f"Step {held.head.step} lies whole in memory"
+        if unheard := self._unheard(held):
+            return f"{what}, and the stager of {', '.join(unheard)}, which has a part of it, is not heard."
+        if not held.staging_failures:
             return None
         tries = f"{held.staging_failures} tries" if held.staging_failures > 1 else "one try"
-        return f"Step {held.head.step} lies whole in memory, and {tries} to save it failed: {held.blame}"
+        return f"{what}, and {tries} to save it failed: {held.blame}"
+
+    def _unheard(self, attempt: Attempt) -> list[str]:
+        return [node for node in attempt.participants if node not in self._core.heard]
+
+    def is_hopeful(self, attempt: Attempt) -> bool:
+        """Whether an attempt that lies in memory is going to be saved before long, as far as its failures tell."""
+        if not attempt.staging_failures:
+            return True
+        return attempt.staging_failures < PATIENCE and self._core.now_s < attempt.failing_since_s + PATIENCE_S
 
     @property
     def saving(self) -> bool:
         """Whether the held snapshot is going to be saved before long."""
-        return self.wanted and self.held is not None and self.held.staging_failures < PATIENCE
+        held = self.held
+        return self.wanted and held is not None and self.is_hopeful(held) and not self._unheard(held)
 
-    def adopt(self, found: Sequence[Attempt]) -> None:
+    def adopt(self, found: Sequence[Attempt], wall_s: float) -> None:
         """Attempts of earlier coordinators that lie in the memory of nodes: the newest whole snapshot is taken over.
 
         Unless something newer is committed. What one coordinator has taken over half-way, the next one takes over.
@@ -130,7 +182,7 @@ class Memory:
             told = {node: attempt.held_at[node] for node, attempt in parts.items()}
             whole = _whole(newest.head.step, told)
             if whole is not None and newest.order > committed:
-                core.take_over(origin, *whole, next(iter(told.values())).keepsake.requests)
+                core.take_over(origin, *whole, next(iter(told.values())).keepsake.requests, wall_s)
                 return
 
     def _clean_kept(self) -> None:
@@ -170,15 +222,20 @@ class Memory:
     def want(self, reason: str) -> None:
         """The held snapshot, if there is one, is to be staged; at once or as soon as no other save is under way."""
         held = self.held
-        if held is None or self.wanted:
+        if held is None:
             return
+        if not self.wanted:
+            held.tell(self._core.now_s, f"wanted: {reason}")
         self.wanted, self.not_before_s = True, 0.0
-        held.tell(self._core.now_s, f"wanted: {reason}")
 
     def lose_member(self, reason: str) -> None:
         """A process that the held snapshot is of is gone: what it had is saved."""
-        if self.held is not None and not self.wanted:
-            self.held.reason = f"{self.held.reason}; {reason}" if self.held.reason else reason
+        held = self.held
+        if held is None:
+            return
+        held.needed = True
+        if not self.wanted:
+            held.reason = f"{held.reason}; {reason}" if held.reason else reason
             self.want(reason)
 
     def ask(self, pending: Pending) -> Blame | None:
@@ -190,6 +247,14 @@ class Memory:
             attempt = front  # whole in memory too, and on its way already
         if attempt is None:
             return Blame("requested", "no snapshot is in memory (option snapshot_freq keeps one)")
+        if attempt is self.held and (unheard := self._unheard(attempt)):
+            reason = f"the stager of {unheard[0]} is not heard, and it has a part of the snapshot; ask again when it is"
+            return Blame("held", reason, unheard[0])
+        if not attempt.can_serve(pending.request):
+            tag = f"under the tag {attempt.tag!r}" if attempt.tag else "without a tag"
+            return Blame("requested", f"what is in memory is being saved {tag} already; ask for it without another one")
+        if blame := core.requests.too_late(pending, attempt):
+            return blame
         attempt.strengthen(pending)
         core.requests.serve(pending, attempt)
         if attempt is self.held:
@@ -203,24 +268,27 @@ class Memory:
         if held is None:
             return math.inf
         again_s = self.not_before_s if self.wanted else math.inf
-        return min([again_s, *(pending.deadline_s for pending in held.requests)])
+        return min([again_s, held.failing_since_s + PATIENCE_S, *(pending.deadline_s for pending in held.requests)])
 
     def settle(self) -> None:
         """Ends requests whose time is up, and stages what is wanted when nothing else is under way."""
         self._clean_kept()
+        self._let_pass()
         core, held = self._core, self.held
         if held is None:
             return
         for pending in [p for p in held.requests if p.deadline_s <= core.now_s]:
             held.leave(pending)
-            core.requests.end(pending, Blame("held", "the save that is under way did not end before the deadline"))
-        if not self.wanted or core.foreground is not None or core.now_s < self.not_before_s:
-            return
-        unheard = [node for node in held.participants if node not in core.heard]
-        if unheard:
-            self.drop(f"the stager of {', '.join(unheard)} is not heard")
+            core.requests.end(pending, Blame("held", self._waited(held)))
+        if not self.wanted or core.foreground is not None or core.now_s < self.not_before_s or self._unheard(held):
             return
         self.held, self.wanted = None, False
         core.foreground = held
         held.move(Cause.WANTED, core.now_s, held.reason)
         held.phase_deadline_s = core.now_s + core.settings.deadlines.stage_s
+
+    def _waited(self, held: Attempt) -> str:
+        """Why a request for the held snapshot has waited in vain."""
+        if unheard := self._unheard(held):
+            return f"the stager of {', '.join(unheard)}, which has a part of it, was not heard before the deadline"
+        return "the save that is under way did not end before the deadline"

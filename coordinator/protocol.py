@@ -232,12 +232,13 @@ class Protocol:
 
     def fail(self, attempt: Attempt, blame: Blame, cause: Cause = Cause.FAILED) -> None:
         """Gives an own attempt up; refusing and cleaning go on in the background, the next may start."""
+        was = attempt.phase
         attempt.move(cause, self.now_s, str(blame))
         attempt.blame = blame
         attempt.phase_deadline_s = self.now_s + self.settings.deadlines.accept_s
         if self.foreground is attempt:
             self.foreground = None
-        if cause is Cause.FAILED and attempt.kind is not SaveKind.MEMORY:  # those have no commits to count anew from
+        if cause is Cause.FAILED and self.counts(attempt):
             self.count_failure(attempt.id, attempt.head.sequence - 1)
         if cause is Cause.WINDOW_CLOSED:
             attempt.announced = SaveState.ABORTED  # no failure: its requests wait for the next window
@@ -245,6 +246,13 @@ class Protocol:
             self.announce(attempt, SaveState.ABORTED)
         else:
             self.judge(attempt)
+        if was is Phase.ACCEPTING:
+            self.memory.keep_images_of(attempt)
+
+    @staticmethod
+    def counts(attempt: Attempt) -> bool:
+        """Whether its failure is one of the run's saves: those for memory have no commits to count anew from."""
+        return attempt.kind is not SaveKind.MEMORY and not attempt.overdue
 
     @property
     def failures(self) -> int:
@@ -310,7 +318,6 @@ class Protocol:
     ) -> cmd.Announce:
         failed = in_doubt or state is SaveState.ABORTED
         blame = attempt.blame if failed else None
-        unasked = attempt.superseded or attempt.kind is SaveKind.MEMORY  # no checkpoint was to come of it
         if blame is not None and why:
             blame = Blame(blame.phase, why, blame.node, blame.member, blame.waited_s)
         return cmd.Announce(
@@ -321,7 +328,7 @@ class Protocol:
             attempt.tag,
             blame=blame,
             in_doubt=in_doubt,
-            stop=failed and attempt.mine and not unasked and self.stop,
+            stop=failed and attempt.mine and self.counts(attempt) and not attempt.superseded and self.stop,
             stall_s=attempt.stall_s,
         )
 
@@ -396,13 +403,15 @@ class Protocol:
             attempt.phase_deadline_s = self.now_s + deadlines.snapshot_s
         self.announce(attempt, SaveState.REQUESTED)
 
-    def take_over(self, origin: str, roster: Roster, window: Window, requests: Sequence[SaveRequest]) -> None:
-        """Starts an attempt of what lies whole in memory since `origin`, which an earlier incarnation made for these
-        requests."""
+    def take_over(
+        self, origin: str, roster: Roster, window: Window, requests: Sequence[SaveRequest], wall_s: float = 0.0
+    ) -> Attempt:
+        """Starts an attempt of what lies whole in memory since `origin`, for these requests of an earlier incarnation.
+        `wall_s` as RecoveryBegun has it."""
         attempt = self._begin(roster, window)
         attempt.origin = origin
         for request in requests:
-            pending = self.requests.pending(request)
+            pending = self.requests.pending(request, wall_s)
             if blame := self.requests.over_already(pending):
                 self.requests.end(pending, blame)
                 continue
@@ -411,6 +420,7 @@ class Protocol:
         attempt.move(Cause.NOTHING_TO_PAUSE, self.now_s, f"its images lie in memory since {origin}")
         attempt.phase_deadline_s = self.now_s + self.settings.deadlines.snapshot_s
         self.announce(attempt, SaveState.REQUESTED)
+        return attempt
 
     def _begin(self, roster: Roster, window: Window) -> Attempt:
         sequence = self.highest_sequence + 1
@@ -513,12 +523,14 @@ class Protocol:
             deadline_s = front.deadline_s
             if front.phase_deadline_s <= now_s or deadline_s <= now_s:
                 limit = "the deadline of the save" if deadline_s <= now_s else "the deadline of the phase"
+                by_hand = not any(pending.holds_training for pending in front.requests)
+                front.overdue = by_hand and front.phase_deadline_s > now_s
                 blame = silent(front, self._awaited(front), now_s - front.started_s, limit)
                 if front.phase is Phase.STAGING:
                     self.memory.keep_or_fail(front, blame)
                 else:
                     self.fail(front, blame)
-            elif len(front.requests) > 1:
+            elif len(front.requests) > 1 or front.needed:
                 self.requests.expire_joined(front)
         for attempt in self.active.values():
             if attempt.phase_deadline_s <= now_s and attempt.phase is Phase.ABORTING:

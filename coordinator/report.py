@@ -59,6 +59,8 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 def settled(core: Protocol) -> bool:
     """Whether every decision that can be made with the nodes heard is made, and published there."""
     for attempt in core.active.values():
+        if attempt.phase in (Phase.HELD, Phase.STAGING) and not core.memory.is_hopeful(attempt):
+            continue  # it has failed too often to be waited for
         saving = attempt.phase is Phase.HELD and core.memory.saving
         if attempt.phase in BEFORE_COMMIT or attempt.phase is Phase.FOUND or saving:
             return False

@@ -86,7 +86,7 @@ class Requests:
             return
         if any(pending.request.request_id == request.request_id for pending in self.waiting):
             return
-        pending = self.pending(request)
+        pending = self.pending(request, event.wall_s)
         served = core.attempts.get(self._served.get(request.request_id, ""))
         if served is not None:
             if not served.mine and request.request_id not in served.request_ids:
@@ -105,12 +105,15 @@ class Requests:
             return
         self._take_in(pending)
 
-    def pending(self, request: SaveRequest) -> Pending:
-        """A deadline that somebody has set counts from when they asked, through whatever lies between."""
+    def pending(self, request: SaveRequest, wall_s: float = 0.0) -> Pending:
+        """A deadline that somebody has set counts from when they asked, through whatever lies between.
+
+        `wall_s`: seconds since 1970 now; that clock may be set meanwhile, so it is told with each event.
+        """
         core = self._core
         left_s = request.deadline_s if request.deadline_s is not None else core.settings.deadlines.save_s
-        if request.deadline_s is not None and request.asked_at:
-            left_s -= max(0.0, core.now_s + core.settings.wall_offset_s - request.asked_at)
+        if request.deadline_s is not None and request.asked_at and wall_s:
+            left_s -= max(0.0, wall_s - request.asked_at)
         return Pending(request, core.now_s + left_s, request.kind is not SaveKind.MANUAL)
 
     def over_already(self, pending: Pending) -> Blame | None:
@@ -129,7 +132,7 @@ class Requests:
         if attempt is not None and self.window is not None and attempt.can_serve(request):
             committed = attempt.phase in PROVEN and attempt.commit_told
             if not committed or request.kind is not SaveKind.MANUAL:
-                if blame := self._too_late(pending, attempt):
+                if blame := self.too_late(pending, attempt):
                     self.end(pending, blame)
                     return
                 attempt.strengthen(pending)
@@ -138,7 +141,7 @@ class Requests:
                     self._core.memory.want(request.reason)
                 self._core.tell_joined(attempt, pending)
                 return
-        if blame := self._too_late(pending, None):
+        if blame := self.too_late(pending, None):
             self.end(pending, blame)
             return
         self.waiting.append(pending)
@@ -146,7 +149,7 @@ class Requests:
         if pending in self.waiting and not quietly:
             self._tell_waiting(pending)
 
-    def _too_late(self, pending: Pending, joins: Attempt | None) -> Blame | None:
+    def too_late(self, pending: Pending, joins: Attempt | None) -> Blame | None:
         """Why a deadline that somebody has set cannot be met, as far as past saves tell; None when it can."""
         if pending.request.deadline_s is None:
             return None
@@ -274,7 +277,7 @@ class Requests:
         core = self._core
         what = "no update ended" if self.window is None else "the save that is under way did not end"
         left_s = pending.deadline_s - core.now_s
-        late = self._too_late(pending, None)
+        late = self.too_late(pending, None)
         if left_s <= 0 or late is None:
             reason = f"{what} before the deadline"
         elif self.window is not None and core.foreground is None:
@@ -318,12 +321,26 @@ class Requests:
         return [p for p in self.waiting if p.request.tag in (None, tag)]
 
     def expire_joined(self, attempt: Attempt) -> None:
-        """Tells requests of an attempt in the foreground whose own time is up; others keep it going."""
-        late = [pending for pending in attempt.requests if pending.deadline_s <= self._core.now_s]
+        """Tells requests of an attempt in the foreground whose own time is up; others keep it going.
+
+        Once its manifest is drawn up it bears what they asked for, and may still be committed: then they are told that
+        this is in doubt, and hear what becomes of it.
+        """
+        core = self._core
+        late = [p for p in attempt.requests if p.deadline_s <= core.now_s and not p.told_late]
         for pending in late:
-            blame = self._core.awaited_blame(attempt, "the deadline of the request")
-            attempt.leave(pending)
-            self.end(pending, blame, attempt)
+            blame = core.awaited_blame(attempt, "the deadline of the request")
+            if not attempt.drafted:
+                attempt.leave(pending)
+                self.end(pending, blame, attempt)
+                continue
+            pending.told_late = True
+            ids = (pending.request.request_id,)
+            core.say(
+                cmd.Announce(
+                    attempt.announced, ids, attempt.head, attempt.kind, attempt.tag, blame=blame, in_doubt=True
+                )
+            )
 
     def _end_all(self, batch: list[Pending], blame: Blame) -> None:
         self._core.count_failure(batch[0].request.request_id)

@@ -129,7 +129,6 @@ class Service:
                 max_consecutive_failures=options.max_consecutive_failures,
                 overlapped=options.snapshot == "overlapped",
                 in_memory=options.snapshot_freq is not None,
-                wall_offset_s=time.time() - time.monotonic(),
             ),
             store=self._store,
             new_attempt_id=ulid,
@@ -376,8 +375,9 @@ class Service:
                 mend = f"Call end_step({progress.last_step}) once more and then close()"
                 if self.member_led.leads:
                     mend = "Call close() again"
+                standing = "may still turn out committed" if outcome.in_doubt else "is not committed"
                 raise SaveFailedError(
-                    f"the last step {progress.last_step} of run {self.options.run} is not committed: "
+                    f"the last step {progress.last_step} of run {self.options.run} {standing}: "
                     f"{outcome.blame or outcome.waits_for or outcome.state.value}. The previous checkpoint stands; "
                     f"nothing was ended. {mend}, or close(save_last=False) to end without it.",
                     step=progress.last_step,

@@ -42,7 +42,6 @@ class Settings:
     overlapped: bool = False  # training goes on while the state is copied; its next update waits
     in_memory: bool = False  # the newest whole snapshot stays in memory, and outlives a staging that fails
     upload: bool = True  # there is a store
-    wall_offset_s: float = 0.0  # seconds since 1970 at 0 of the monotonic clock: how old is what somebody asked for?
     fingerprint: Mapping[str, Any] = field(default_factory=dict)  # JSON values of the run itself, compared at resume
     retry_s: float = 0.5  # first pause before a failed call is asked again; doubles
     retry_max_s: float = 30.0
