@@ -261,6 +261,7 @@ class Line:
     step: int  # the step that it continues after
     newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     restored: Any = None  # restore.Restored, or None from scratch
+    asked: Any = None  # (mode, restore.ResumeTermsOrder) of the resume that began it
 
     @property
     def key(self) -> tuple[int, int]:

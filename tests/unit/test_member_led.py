@@ -12,7 +12,7 @@ from lastgood.coordinator import gathering
 from lastgood.coordinator.grants import CutAt, GiveUp, Grants, GrantTo
 from lastgood.coordinator.messages import Grant, Line, MemberId
 from lastgood.coordinator.outcomes import Missing
-from lastgood.storage.errors import LastgoodError, StoreError, UsageError, WindowClosedError
+from lastgood.storage.errors import LastgoodError, StagingError, StoreError, UsageError, WindowClosedError
 from lastgood.workers.pace import Pace
 from tests.unit.led_world import Led, run, until
 from tests.unit.memory_world import manual
@@ -350,6 +350,65 @@ def test_a_coordinator_that_dies_between_two_answers_to_resume_tells_the_other_t
         late.set()
         await w.service.nodes.refresh()
         assert (await asked).key == line.key
+        await w.service.end()
+
+    run(scene())
+
+
+async def saved_and_joined_again(w: Led) -> str:
+    """Steps 2 and 4 are durable, both ranks were killed, and others have taken their place."""
+    await w.start()
+    _, line = await begin(w, "a")
+    for step in range(1, 5):
+        w.end(step, line)
+        if step % 2 == 0:
+            await until(lambda step=step: any(c.durable and c.step == step for c in w.service.checkpoints()))
+    for rank in (0, 1):
+        w.ports[rank].die(rank)
+    await w.service.nodes.refresh()
+    return await w.join("b")
+
+
+def both(w: Led, membership: str, mode: Any) -> asyncio.Future[list[Any]]:
+    return asyncio.gather(*(w.resume(rank, membership, mode=mode) for rank in (0, 1)), return_exceptions=True)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resume_after_one_that_failed_is_not_answered_with_what_the_failed_one_restored(killed: bool) -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        membership = await saved_and_joined_again(w)
+        w.ports[1].fail["grant"] = StagingError("n2 is busy")
+        told = await both(w, membership, "auto")
+        assert all("Call resume again" in str(error) for error in told), told
+        if killed:
+            await w.kill()
+            await w.start()
+        await w.service.nodes.refresh()
+        await asyncio.sleep(1.0)  # the beat and the look at deadlines have passed
+        if not killed:
+            assert w.service.member_led.status() is None, "a resume that failed began a line"
+        told = await both(w, membership, 2)
+        assert [line.step for line in told] == [2, 2]
+        assert w.ports[0].step == 2
+        await w.service.end()
+
+    run(scene())
+
+
+def test_a_resume_that_its_coordinator_did_not_survive_is_done_once() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        membership = await saved_and_joined_again(w)
+        asked = both(w, membership, 2)
+        await until(lambda: w.ports[1].granted is not None and w.ports[1].granted.line.crew == (membership,))
+        await w.kill()
+        asked.cancel()
+        loads = [port.log.count("load") for port in w.ports]
+        await w.start()
+        told = await both(w, membership, 2)  # the client repeats its call
+        assert [line.step for line in told] == [2, 2]
+        assert [port.log.count("load") for port in w.ports] == loads
         await w.service.end()
 
     run(scene())
