@@ -198,7 +198,7 @@ class LedMember:
         else:
             waited_s = self._wait(report, failures)
         self._next_step = step + 1
-        outcome = self._outcome(step, pace.outcomes(), failures, waited_s)
+        outcome = self._outcome(step, pace.outcomes(step), failures, waited_s)
         pace.left()
         heed(outcome, self.options)
         return outcome

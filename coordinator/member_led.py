@@ -70,6 +70,7 @@ class MemberLed:
         self._metrics: dict[MemberId, RankReport] = {}
         self._outcome: StepOutcome | None = None
         self._outcomes = 0
+        self._stop_at: int | None = None  # the step at whose end all ranks are told that training must stop
         self._lines = 0
         self._window_open = False  # of the step that the line began after
         self._resuming: _Together | None = None
@@ -263,7 +264,7 @@ class MemberLed:
         self._line, self._grants, self._window_open = line, grants, True
         for member in grants.members:
             grants.report(member, step, None, time.monotonic())
-        self._outcome, self._metrics = None, {}
+        self._outcome, self._stop_at, self._metrics = None, None, {}
         self._wake.set()
         return line
 
@@ -373,7 +374,8 @@ class MemberLed:
         elif isinstance(decision, GiveUp):
             await self._miss(decision)
         else:
-            self._grant = Grant(line, decision.step, decision.tell_at, self._outcome, self._outcomes)
+            news = (self._outcome, self._outcomes, self._stop_at)
+            self._grant = Grant(line, decision.step, decision.tell_at, *news)
             await self._pass_on(self._with_news(self._grant))
 
     async def _forget_window(self) -> None:
@@ -406,9 +408,15 @@ class MemberLed:
         return found
 
     def _tell(self, outcome: StepOutcome) -> None:
-        """The next grant carries it. Once training must stop, every later outcome says so."""
+        """The next grant carries it. Once training must stop, every later outcome says so.
+
+        The ranks are at different steps when they hear it. All raise at the end of the first step that none of them
+        can have passed: one that raised earlier would leave the others hanging in a collective of the next step.
+        """
         if self._outcome is not None and self._outcome.stop:
             outcome = replace(outcome, stop=True, failures=outcome.failures or self._outcome.failures)
+        if outcome.stop and self._stop_at is None and self._grants is not None:
+            self._stop_at = self._grants.granted + 1
         self._outcome = outcome
         self._outcomes += 1
 
@@ -417,7 +425,7 @@ class MemberLed:
         if news is not None:
             self._tell(news)
         if (grant.outcome, grant.outcome_number) != (self._outcome, self._outcomes):
-            grant = replace(grant, outcome=self._outcome, outcome_number=self._outcomes)
+            grant = replace(grant, outcome=self._outcome, outcome_number=self._outcomes, stop_at=self._stop_at)
             self._grant = grant
         return grant
 
@@ -497,15 +505,15 @@ class MemberLed:
 
     async def _finish(self, slot: _Together, timeout_s: float) -> DrainOutcome:
         self._finishing = True
-        steps = {last_step for last_step, _ in slot.asked.values()}
-        if len(steps) != 1:
+        save_last = all(save for _, save in slot.asked.values())
+        step = max(last for last, _ in slot.asked.values())
+        if save_last and any(last != step for last, _ in slot.asked.values()):
             told = ", ".join(f"{member} after step {last}" for member, (last, _) in sorted(slot.asked.items()))
             raise SaveFailedError(
                 f"close() was called by {told}: the last step cannot be saved, since there is none that all have "
-                "ended. The previous checkpoint stands; nothing was ended.",
+                "ended. The previous checkpoint stands; nothing was ended. Call close(save_last=False) on every rank "
+                "to end without it.",
             )
-        step = steps.pop()
-        save_last = all(save for _, save in slot.asked.values())
         await self._driver.settle(self._left_s(slot, timeout_s))
         line = self._line
         if line is None and self._heard is not None and self._heard.line.crew == self._crew:

@@ -283,6 +283,7 @@ class Grant:
     tell_at: int  # the rank reports when it has ended this step
     outcome: Any = None  # service.StepOutcome of the newest cut, and what failed since
     outcome_number: int = 0  # tells outcomes apart
+    stop_at: int | None = None  # once training must stop: the outcome is for the end of this step; none has passed it
 
     @property
     def order(self) -> tuple[int, int, int]:

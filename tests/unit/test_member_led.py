@@ -24,8 +24,11 @@ async def begin(w: Led, generation: str, **more: Any) -> tuple[str, Line]:
     return membership, line
 
 
-def close(w: Led, rank: int, membership: str, step: int, timeout_s: float = 5.0) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(w.service.member_led.close(MemberId("actor", rank), membership, step, True, timeout_s))
+def close(
+    w: Led, rank: int, membership: str, step: int, timeout_s: float = 5.0, save_last: bool = True
+) -> asyncio.Future[Any]:
+    led = w.service.member_led
+    return asyncio.ensure_future(led.close(MemberId("actor", rank), membership, step, save_last, timeout_s))
 
 
 def test_close_of_a_new_group_saves_its_last_step_though_the_group_before_it_died_in_close() -> None:
@@ -180,6 +183,25 @@ def test_a_last_step_that_cannot_be_saved_tells_why() -> None:
     run(scene())
 
 
+def test_ranks_that_ended_at_different_steps_are_told_how_to_end_and_can() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        await w.start()
+        membership, line = await begin(w, "a")
+        w.end(1, line)
+        w.end(2, line)
+        await until(lambda: any(c.durable for c in w.service.checkpoints()))
+        told = await asyncio.gather(*(close(w, rank, membership, 3 + rank) for rank in (0, 1)), return_exceptions=True)
+        for each in told:
+            assert "actor:0 after step 3, actor:1 after step 4" in str(each)
+            assert "Call close(save_last=False) on every rank" in str(each)
+        asked = (close(w, rank, membership, 3 + rank, save_last=False) for rank in (0, 1))
+        assert [drained.drained for drained, _ in await asyncio.gather(*asked)] == [True, True]
+        await w.service.end()
+
+    run(scene())
+
+
 def test_a_rank_that_stalled_once_and_goes_on_as_fast_as_the_others_is_waited_for_again() -> None:
     """No collective holds the ranks together: what one rank lags behind, it lags for ever unless a cut waits for it."""
     a, b = MemberId("actor", 0), MemberId("rollout", 0)
@@ -237,6 +259,24 @@ def test_a_save_that_met_an_update_and_waits_is_no_failure() -> None:
         told = [o for pace in w.ports[0].paces.values() for o in pace.outcomes()]
         assert not any(o.stop for o in told), told
         assert not any(o.failures for o in told), told
+        await w.service.end()
+
+    run(scene())
+
+
+def test_a_failure_that_stops_training_stops_all_ranks_at_one_step_that_none_has_passed() -> None:
+    async def scene() -> None:
+        w = Led(on_failure="abort", save_freq=100)
+        await w.start()
+        _, line = await begin(w, "a")
+        w.end(1, line)
+        await until(lambda: w.ports[0].granted_step > 1)
+        granted = w.ports[0].granted_step
+        w.service.telling._failed.append(("step 1: disk full", True))  # the beat tells it
+        paces = [pace for port in w.ports for pace in port.paces.values()]
+        await until(lambda: all(pace.grant is not None and pace.grant.outcome is not None for pace in paces))
+        told = [[step for step in range(1, granted + 3) if any(o.stop for o in p.outcomes(step))] for p in paces]
+        assert told == [[granted + 1]] * 2
         await w.service.end()
 
     run(scene())
