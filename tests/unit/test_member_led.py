@@ -264,6 +264,30 @@ def test_a_save_that_met_an_update_and_waits_is_no_failure() -> None:
     run(scene())
 
 
+def test_save_first_saves_the_first_step_that_ends_and_the_next_one_only_when_that_failed() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=None, save_first=True)
+        await w.start()
+        _, line = await begin(w, "a", mode="none")
+        for port in w.ports:
+            port.slow_s["stage"] = 1.0
+        w.ports[1].fail["stage"] = StagingError("n2 has no room")
+        w.end(1, line)
+        await until(lambda: w.driver.core.foreground is not None)
+        assert not w.service.is_due(2)
+        await until(lambda: w.driver.core.foreground is None)
+        assert w.service.is_due(2)
+        for step in range(2, 6):
+            w.end(step, line)
+            await until(lambda step=step: w.ports[0].granted_step >= step)
+        await until(lambda: bool(w.service.checkpoints()))
+        assert len({attempt.head.step for attempt in w.driver.core.attempts.values()}) == 2
+        assert not w.service.is_due(9)
+        await w.service.end()
+
+    run(scene())
+
+
 def test_a_failure_that_stops_training_stops_all_ranks_at_one_step_that_none_has_passed() -> None:
     async def scene() -> None:
         w = Led(on_failure="abort", save_freq=100)
