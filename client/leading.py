@@ -75,9 +75,9 @@ def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def heed(outcome: StepOutcome, options: Options) -> None:
-    """Logs what has failed since the last step. Raises SaveFailedError when training must stop."""
-    for failure in outcome.failures:
-        log.warning("%s", failure)
+    """Logs what has failed, and alarms, since the last step. Raises SaveFailedError when training must stop."""
+    for sentence in (*outcome.failures, *outcome.alarms):
+        log.warning("%s", sentence)
     if outcome.stop:
         raise SaveFailedError(
             f"{'; '.join(outcome.failures)}. Training stops here after step {outcome.step} "

@@ -134,7 +134,8 @@ class LedMember:
     ) -> Restored | None:
         """Restores every rank from a checkpoint. Every rank calls it, with the same arguments; all get the same answer.
 
-        `mode` as in Run.resume, or what ray.train.get_checkpoint() answers, if train_checkpoint made it. Must be called
+        `mode` as in Run.resume, or what ray.train.get_checkpoint() answers, if train_checkpoint made it: exactly that
+        one then, the last that was reported; "auto" also finds newer ones, committed on the nodes since. Must be called
         before the first step, also to start from scratch. Raises what Run.resume raises, UsageError when ranks ask for
         different things, DeadlineError naming ranks that did not call it within resume_deadline_s.
         """
@@ -198,7 +199,7 @@ class LedMember:
         else:
             waited_s = self._wait(report, failures)
         self._next_step = step + 1
-        outcome = self._outcome(step, pace.outcomes(), failures, waited_s)
+        outcome = self._outcome(step, pace.outcomes(step), failures, waited_s)
         pace.left()
         heed(outcome, self.options)
         return outcome

@@ -26,6 +26,8 @@ def sentences(run: str, status: Mapping[str, Any]) -> list[tuple[str, bool]]:
         told.append((f"waits: {waiting['kind']} save ({waiting['reason']}), {left_s:.0f} s left", True))
     if status.get("failures_in_a_row"):
         told.append((f"{status['failures_in_a_row']} saves in a row have failed; `lastgood story` tells why", False))
+    told += [(f"alarm: {alarm}", False) for alarm in status.get("alarms", ())]
+    told += [(f"a defect of lastgood: {fault}", False) for fault in status.get("faults", ())]
     return told
 
 

@@ -411,6 +411,8 @@ class Driver(Engine):
     def collected(self, head: AttemptHead) -> None:
         """Retention has deleted this checkpoint in the store: a tombstone stands there, and nobody is offered it."""
         survey, attempt = self._survey, head.attempt
+        if (remembered := self.core.attempts.get(attempt)) is not None:
+            remembered.tell(self._clock(), "collected: newer checkpoints are kept instead (save_total_limit)")
         self._learn(
             dataclasses.replace(
                 survey,
@@ -476,7 +478,7 @@ class Driver(Engine):
 
     def stories(self, step: int, utc: Callable[[float], str]) -> tuple[Story, ...]:
         """Every attempt of a step, oldest first. `utc` turns this driver's clock into text."""
-        return stories(self.core, self.checkpoints(), step, utc)
+        return stories(self.core, self.checkpoints(), step, utc, self._survey.collected)
 
     async def changed(self, seen: Mapping[str, bool], timeout_s: float) -> list[Checkpoint]:
         """Committed checkpoints that are not in `seen` (attempt -> durable) or have become durable; oldest first.

@@ -121,7 +121,7 @@ class Engine:
         try:
             commands = self.core.handle(event, self._clock())
         except IllegalMoveError as error:
-            self.faults.append(str(error))
+            self._keep_fault(str(error))
             log.exception("a defect: the protocol was told something that cannot be")
             raise
         if self._holdings.note(event, self.core):
@@ -153,13 +153,17 @@ class Engine:
     async def _perform(self, command: cmd.AttemptCommand) -> None:
         self._feed(await self._runner.run(command))
 
+    def _keep_fault(self, sentence: str) -> None:
+        self.faults.append(sentence)
+        self.untold_alarms.append(f"a defect of lastgood: {sentence}")
+
     def _performed(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
             return
         error = task.exception()
         if error is not None and not isinstance(error, IllegalMoveError):  # those are kept by _feed
-            self.faults.append(f"{type(error).__name__}: {error}")
+            self._keep_fault(f"{type(error).__name__}: {error}")
             log.error("a defect in the driver", exc_info=error)
 
     def _set_timer(self) -> None:

@@ -66,9 +66,11 @@ class MemberLed:
         self._grants: Grants | None = None
         self._heard: Grant | None = None  # the highest that stagers and agents know of
         self._grant: Grant | None = None  # the last that was given out
+        self._void = (0, 0)  # key of the newest line that did not reach all nodes: its resume has failed
         self._metrics: dict[MemberId, RankReport] = {}
         self._outcome: StepOutcome | None = None
         self._outcomes = 0
+        self._stop_at: int | None = None  # the step at whose end all ranks are told that training must stop
         self._lines = 0
         self._window_open = False  # of the step that the line began after
         self._resuming: _Together | None = None
@@ -195,21 +197,23 @@ class MemberLed:
     ) -> Line:
         """One rank asks for a resume; answers the line that all continue on, once every declared member has asked.
 
-        `after`: key of the line that it is on; a resume that it was not told of (this call is a repetition) is told
-        again. Raises as Service.resume, UsageError when the ranks ask for different things.
+        `after`: key of the line that it is on; a resume that it was not told of and that was asked for with the same
+        arguments (this call is a repetition) is told again. Raises as Service.resume, UsageError when the ranks ask
+        for different things.
         """
         self._check_member(member, membership)
-        while self._line is None and not self._adopt() and self._may_adopt():
+        arguments = (mode, terms)
+        while self._line is None and not self._adopt() and self._adoptable() is not None:
             await asyncio.sleep(POLL_S)  # some may have been told a line that began just before a restart
         self._check_member(member, membership)
         line = self._line
-        if line is not None and line.crew == self._crew and (after is None or line.key > after):
+        untold = line is not None and line.crew == self._crew and (after is None or line.key > after)
+        if line is not None and untold and line.asked == arguments:
             return line
         self._drop_replaced()
         if self._resuming is None or self._resuming.answer.done():
             self._resuming = self._new_together()
             self._resuming.work = self._service.background(self._resume(self._resuming))
-        arguments = (mode, terms)
         return await self._together(self._resuming, member, membership, arguments, terms.deadline_s, "resume()")
 
     def _drop_replaced(self) -> None:
@@ -231,7 +235,7 @@ class MemberLed:
                         f"{'' if asked[0] != mode else ' on other terms'}. Nothing was touched. Every rank must call "
                         "resume with the same arguments.",
                     )
-            line = await self._begin_line(mode, replace(terms, deadline_s=self._left_s(slot, terms.deadline_s)))
+            line = await self._begin_line(mode, terms, self._left_s(slot, terms.deadline_s))
             if not slot.answer.done():
                 slot.answer.set_result(line)
         except Exception as error:  # noqa: BLE001 - it belongs to those who asked
@@ -241,17 +245,18 @@ class MemberLed:
     def _left_s(self, slot: _Together, deadline_s: float) -> float:
         return max(0.1, slot.began_s + deadline_s - time.monotonic())
 
-    async def _begin_line(self, mode: int | str, terms: ResumeTermsOrder) -> Line:
+    async def _begin_line(self, mode: int | str, terms: ResumeTermsOrder, left_s: float) -> Line:
         service = self._service
         self._line = self._grants = self._grant = None  # whatever was granted is void
-        restored = await service.resume(mode, terms)
+        restored = await service.resume(mode, replace(terms, deadline_s=left_s))
         step = 0 if restored is None else restored.step
         self._lines += 1
-        line = Line(service.epoch, self._lines, self._crew, step, service.newest(), restored)
+        line = Line(service.epoch, self._lines, self._crew, step, service.newest(), restored, (mode, terms))
         grants = Grants(self._expected(), step, service.options.snapshot_deadline_s)
         self._grant = Grant(line, step, step)
         failed = await self._pass_on(self._grant)
         if failed:
+            self._void = line.key  # the nodes that took it tell of it
             raise ResumeError(
                 f"step {step} was restored, but {'; '.join(failed)}. Call resume again.",
                 step=step,
@@ -259,7 +264,7 @@ class MemberLed:
         self._line, self._grants, self._window_open = line, grants, True
         for member in grants.members:
             grants.report(member, step, None, time.monotonic())
-        self._outcome, self._metrics = None, {}
+        self._outcome, self._stop_at, self._metrics = None, None, {}
         self._wake.set()
         return line
 
@@ -272,9 +277,12 @@ class MemberLed:
                 self._heard = grant
                 self._wake.set()
 
-    def _may_adopt(self) -> bool:
-        """Whether there is a line to take over once its members are here."""
-        return self._heard is not None and self._heard.line.crew == self._crew and not self._resuming_now
+    def _adoptable(self) -> Grant | None:
+        """The highest grant of the line that is to be taken over once its members are here, if there is one."""
+        heard = self._heard
+        if heard is None or heard.line.crew != self._crew or heard.line.key <= self._void or self._resuming_now:
+            return None
+        return heard
 
     def _adopt(self) -> bool:
         """Takes over the line that the coordinator before this one led, once all its members are here.
@@ -282,8 +290,8 @@ class MemberLed:
         Those that are not here after return_deadline_s are not waited for: what they were granted may be unknown then,
         and a cut that meets it fails by the members' own word.
         """
-        heard, service = self._heard, self._service
-        if self._line is not None or heard is None or self._resuming_now or heard.line.crew != self._crew:
+        heard, service = self._adoptable(), self._service
+        if self._line is not None or heard is None:
             return False
         waited_s = time.monotonic() - self._booted_s
         if service.nodes.missing().members and waited_s < service.options.return_deadline_s:
@@ -366,7 +374,8 @@ class MemberLed:
         elif isinstance(decision, GiveUp):
             await self._miss(decision)
         else:
-            self._grant = Grant(line, decision.step, decision.tell_at, self._outcome, self._outcomes)
+            news = (self._outcome, self._outcomes, self._stop_at)
+            self._grant = Grant(line, decision.step, decision.tell_at, *news)
             await self._pass_on(self._with_news(self._grant))
 
     async def _forget_window(self) -> None:
@@ -399,9 +408,15 @@ class MemberLed:
         return found
 
     def _tell(self, outcome: StepOutcome) -> None:
-        """The next grant carries it. Once training must stop, every later outcome says so."""
+        """The next grant carries it. Once training must stop, every later outcome says so.
+
+        The ranks are at different steps when they hear it. All raise at the end of the first step that none of them
+        can have passed: one that raised earlier would leave the others hanging in a collective of the next step.
+        """
         if self._outcome is not None and self._outcome.stop:
             outcome = replace(outcome, stop=True, failures=outcome.failures or self._outcome.failures)
+        if outcome.stop and self._stop_at is None and self._grants is not None:
+            self._stop_at = self._grants.granted + 1
         self._outcome = outcome
         self._outcomes += 1
 
@@ -410,7 +425,7 @@ class MemberLed:
         if news is not None:
             self._tell(news)
         if (grant.outcome, grant.outcome_number) != (self._outcome, self._outcomes):
-            grant = replace(grant, outcome=self._outcome, outcome_number=self._outcomes)
+            grant = replace(grant, outcome=self._outcome, outcome_number=self._outcomes, stop_at=self._stop_at)
             self._grant = grant
         return grant
 
@@ -490,15 +505,15 @@ class MemberLed:
 
     async def _finish(self, slot: _Together, timeout_s: float) -> DrainOutcome:
         self._finishing = True
-        steps = {last_step for last_step, _ in slot.asked.values()}
-        if len(steps) != 1:
+        save_last = all(save for _, save in slot.asked.values())
+        step = max(last for last, _ in slot.asked.values())
+        if save_last and any(last != step for last, _ in slot.asked.values()):
             told = ", ".join(f"{member} after step {last}" for member, (last, _) in sorted(slot.asked.items()))
             raise SaveFailedError(
                 f"close() was called by {told}: the last step cannot be saved, since there is none that all have "
-                "ended. The previous checkpoint stands; nothing was ended.",
+                "ended. The previous checkpoint stands; nothing was ended. Call close(save_last=False) on every rank "
+                "to end without it.",
             )
-        step = steps.pop()
-        save_last = all(save for _, save in slot.asked.values())
         await self._driver.settle(self._left_s(slot, timeout_s))
         line = self._line
         if line is None and self._heard is not None and self._heard.line.crew == self._crew:

@@ -261,6 +261,7 @@ class Line:
     step: int  # the step that it continues after
     newest: tuple[int, int] = (0, 0)  # (epoch, sequence) of the newest checkpoint of any line, at the resume
     restored: Any = None  # restore.Restored, or None from scratch
+    asked: Any = None  # (mode, restore.ResumeTermsOrder) of the resume that began it
 
     @property
     def key(self) -> tuple[int, int]:
@@ -282,6 +283,7 @@ class Grant:
     tell_at: int  # the rank reports when it has ended this step
     outcome: Any = None  # service.StepOutcome of the newest cut, and what failed since
     outcome_number: int = 0  # tells outcomes apart
+    stop_at: int | None = None  # once training must stop: the outcome is for the end of this step; none has passed it
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -41,6 +41,7 @@ from .messages import (
     SaveRequest,
     SaveState,
 )
+from .moves import UNDONE
 from .nodes import Nodes
 from .options import Options
 from .outcomes import DrainOutcome, Missing, SaveOutcome, StepOutcome, WindowOutcome
@@ -329,9 +330,16 @@ class Service:
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> Decision:
         policy: SavePolicy = Never() if self.options.save_freq is None else EverySteps(self.options.save_freq)
-        if self.options.save_first and not self.checkpoints():
+        if self.options.save_first and not self.checkpoints() and not self._saves_now():
             policy = AnyOf((policy, AtSteps(frozenset({step}))))
         return policy.decide(Moment(step, time.monotonic(), self.telling.saved_step, None, metrics))
+
+    def _saves_now(self) -> bool:
+        """Whether an attempt of this incarnation is on its way to its commit."""
+        return any(
+            attempt.mine and attempt.kind is not SaveKind.MEMORY and attempt.phase not in UNDONE
+            for attempt in self._led.core.active.values()
+        )
 
     def _memory_due(self, step: int) -> Decision:
         policy: SavePolicy = Never() if self.options.snapshot_freq is None else EverySteps(self.options.snapshot_freq)

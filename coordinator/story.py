@@ -6,8 +6,8 @@ this coordinator found on the disks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 
 from ..storage.errors import IntegrityError
 from ..storage.manifest import Manifest
@@ -45,12 +45,20 @@ class Story:
 
 
 def stories(
-    core: Protocol, checkpoints: Iterable[Checkpoint], step: int, utc: Callable[[float], str]
+    core: Protocol,
+    checkpoints: Iterable[Checkpoint],
+    step: int,
+    utc: Callable[[float], str],
+    collected: Collection[str] = (),
 ) -> tuple[Story, ...]:
-    """Every attempt of a step that is remembered or lies somewhere, oldest first. `utc`: from the core's clock."""
+    """Every attempt of a step that is remembered or lies somewhere, oldest first. `utc`: from the core's clock.
+
+    `collected`: attempts that retention has deleted; whatever they were before, that is their state.
+    """
     known = {found.attempt: found for found in checkpoints if found.step == step}
     attempts = {attempt.id: attempt for attempt in core.attempts.values() if attempt.head.step == step}
     told = [_story(attempts.get(name), known.get(name), utc) for name in {*known, *attempts}]
+    told = [replace(story, state="collected") if story.attempt in collected else story for story in told]
     return tuple(sorted(told, key=lambda story: (story.epoch, story.sequence)))
 
 

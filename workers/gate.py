@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from ..storage.errors import DeadlineError, SnapshotError, WindowClosedError
+from ..storage.errors import DeadlineError, LastgoodError, SnapshotError, WindowClosedError
 
 HOLD_LIMIT_S = 600.0
 
@@ -67,6 +67,7 @@ class Gate:
         self._open_step: int | None = None
         self._copies: list[_Copy] = []
         self._updates: dict[int, _Update] = {}  # by optimizer; stays when the step raises
+        self._unmarked: tuple[int, LastgoodError] | None = None  # the last step, when its mark failed, and why
 
     @property
     def open_step(self) -> int | None:
@@ -85,8 +86,20 @@ class Gate:
         """Opens the window of `step` when its body ends well; updates wait while the body runs.
 
         Raises WindowClosedError when an update is running, SnapshotError when one began and never ended,
-        DeadlineError when copies of an earlier step run for longer than hold_limit_s.
+        DeadlineError when copies of an earlier step run for longer than hold_limit_s. Whoever requires that window
+        afterwards is told the same, and what the body raised.
         """
+        self._unmarked = None
+        try:
+            with self._marking(step):
+                yield
+        except LastgoodError as error:
+            # Without its traceback, whose frames would keep a batch in memory.
+            self._unmarked = (step, type(error)(error.message, **error.facts))
+            raise
+
+    @contextlib.contextmanager
+    def _marking(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse_in_update(f"step {step} cannot be marked")
             if not self._wait_for_copies(self.hold_limit_s):
@@ -123,8 +136,10 @@ class Gate:
         self._refuse_void(copy)
 
     def require(self, step: int) -> None:
-        """Raises WindowClosedError unless the window of `step` is open."""
+        """Raises WindowClosedError unless the window of `step` is open, or what its mark has raised."""
         with self._changed:
+            if self._unmarked is not None and self._unmarked[0] == step:
+                raise self._unmarked[1].with_traceback(None)
             self._require(step)
 
     def require_copying(self, step: int) -> None:

@@ -6,6 +6,7 @@ The rule: past its grant it waits. The agent's thread brings grants (`take`), th
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -28,7 +29,7 @@ class Pace:
         self._changed = threading.Condition()
         self._heard_s = clock()  # when a grant came last
         self._told = False  # the report that this grant asks for was made
-        self._outcomes: deque[Any] = deque(maxlen=_KEEP)
+        self._outcomes: deque[tuple[int, Any]] = deque(maxlen=_KEEP)  # each with the step whose end it is kept for
         self._outcome = (0, 0)  # epoch and number of the newest outcome
         self._left_s: float | None = None  # when end_step returned last
 
@@ -51,7 +52,7 @@ class Pace:
                 self._told = False
             if grant.outcome is not None and (epoch, grant.outcome_number) > self._outcome:
                 self._outcome = (epoch, grant.outcome_number)
-                self._outcomes.append(grant.outcome)
+                self._outcomes.append((grant.stop_at or 0, grant.outcome))
             self._changed.notify_all()
 
     def ended(self) -> None:
@@ -79,18 +80,21 @@ class Pace:
             return True
 
     def wait(self, step: int, timeout_s: float) -> bool:
-        """Waits until a grant covers `step`; False after `timeout_s`."""
+        """Waits until a grant covers `step`, or training must stop at it; False after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.covers(step), timeout_s)
+            return self._changed.wait_for(lambda: self.covers(step) or self._stops(step), timeout_s)
+
+    def _stops(self, step: int) -> bool:
+        return any(0 < at <= step for at, _ in self._outcomes)
 
     def silent_s(self) -> float:
         """Seconds since a grant came, of whatever step: the coordinator repeats the last one as a sign of life."""
         with self._changed:
             return self._clock() - self._heard_s
 
-    def outcomes(self) -> list[Any]:
-        """What came of cuts since this was asked last, oldest first."""
+    def outcomes(self, step: float = math.inf) -> list[Any]:
+        """What came of cuts since this was asked last, oldest first; what is for the end of a later step is kept."""
         with self._changed:
-            found = list(self._outcomes)
-            self._outcomes.clear()
+            found = [outcome for at, outcome in self._outcomes if at <= step]
+            self._outcomes = deque((kept for kept in self._outcomes if kept[0] > step), maxlen=_KEEP)
             return found

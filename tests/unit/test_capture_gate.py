@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import lastgood
 from lastgood.storage.errors import DeadlineError, SnapshotError, UsageError, WindowClosedError
 from lastgood.workers.member import Member
 
@@ -230,3 +231,39 @@ def test_components_that_cannot_be_kept_are_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"actor.optimizer: parameter 0 of group 0 .* no module"):
         Member.of("actor", 0, 1, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+
+
+def test_whoever_requires_the_window_of_a_step_whose_mark_failed_is_told_which_component_raised() -> None:
+    locked = True
+
+    def read() -> int:
+        if locked:
+            raise ValueError("the replay buffer is locked")
+        return 1
+
+    model = nn.Linear(2, 2)
+    member = Member.of("actor", 1, 2, {"model": model, "buffer": lastgood.Value(read, lambda value: None)})
+    with pytest.raises(SnapshotError):
+        member.mark(20)
+    for _ in range(2):
+        with pytest.raises(SnapshotError, match=r"component buffer could not keep its small state.*is locked") as told:
+            member.gate.require(20)
+        assert told.value.component == "buffer"
+    with pytest.raises(WindowClosedError):
+        member.gate.require(19)
+    locked = False
+    member.mark(20)
+    member.close_window(1.0)
+    with pytest.raises(WindowClosedError):
+        member.gate.require(20)
+
+
+def test_whoever_requires_the_window_of_a_step_is_told_that_its_update_had_raised() -> None:
+    training = Training(kind=Fails)
+    training.optimizer.broken = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        training.update()
+    with pytest.raises(SnapshotError):
+        training.member.mark(1)
+    with pytest.raises(SnapshotError, match="may be half updated"):
+        training.member.gate.require(1)

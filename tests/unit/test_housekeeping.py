@@ -81,6 +81,20 @@ def test_a_node_that_fails_to_collect_is_asked_again() -> None:
     run(scene())
 
 
+def test_the_story_of_a_collected_checkpoint_does_not_call_it_durable() -> None:
+    async def scene() -> None:
+        s = Scene()
+        driver = await s.ready()
+        await saved(driver, 1, 2)
+        await housekeeping(s, driver)._collect()
+        told = {step: driver.stories(step, str)[0] for step in (1, 2)}
+        assert (told[1].state, told[2].state) == ("collected", "durable")
+        assert "save_total_limit" in told[1].events[-1][1]
+        await driver.stop()
+
+    run(scene())
+
+
 def test_nothing_is_collected_while_a_resume_reads() -> None:
     async def scene() -> None:
         s = Scene()

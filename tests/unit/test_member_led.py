@@ -12,7 +12,7 @@ from lastgood.coordinator import gathering
 from lastgood.coordinator.grants import CutAt, GiveUp, Grants, GrantTo
 from lastgood.coordinator.messages import Grant, Line, MemberId
 from lastgood.coordinator.outcomes import Missing
-from lastgood.storage.errors import LastgoodError, StoreError, UsageError, WindowClosedError
+from lastgood.storage.errors import LastgoodError, StagingError, StoreError, UsageError, WindowClosedError
 from lastgood.workers.pace import Pace
 from tests.unit.led_world import Led, run, until
 from tests.unit.memory_world import manual
@@ -24,8 +24,11 @@ async def begin(w: Led, generation: str, **more: Any) -> tuple[str, Line]:
     return membership, line
 
 
-def close(w: Led, rank: int, membership: str, step: int, timeout_s: float = 5.0) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(w.service.member_led.close(MemberId("actor", rank), membership, step, True, timeout_s))
+def close(
+    w: Led, rank: int, membership: str, step: int, timeout_s: float = 5.0, save_last: bool = True
+) -> asyncio.Future[Any]:
+    led = w.service.member_led
+    return asyncio.ensure_future(led.close(MemberId("actor", rank), membership, step, save_last, timeout_s))
 
 
 def test_close_of_a_new_group_saves_its_last_step_though_the_group_before_it_died_in_close() -> None:
@@ -180,6 +183,25 @@ def test_a_last_step_that_cannot_be_saved_tells_why() -> None:
     run(scene())
 
 
+def test_ranks_that_ended_at_different_steps_are_told_how_to_end_and_can() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        await w.start()
+        membership, line = await begin(w, "a")
+        w.end(1, line)
+        w.end(2, line)
+        await until(lambda: any(c.durable for c in w.service.checkpoints()))
+        told = await asyncio.gather(*(close(w, rank, membership, 3 + rank) for rank in (0, 1)), return_exceptions=True)
+        for each in told:
+            assert "actor:0 after step 3, actor:1 after step 4" in str(each)
+            assert "Call close(save_last=False) on every rank" in str(each)
+        asked = (close(w, rank, membership, 3 + rank, save_last=False) for rank in (0, 1))
+        assert [drained.drained for drained, _ in await asyncio.gather(*asked)] == [True, True]
+        await w.service.end()
+
+    run(scene())
+
+
 def test_a_rank_that_stalled_once_and_goes_on_as_fast_as_the_others_is_waited_for_again() -> None:
     """No collective holds the ranks together: what one rank lags behind, it lags for ever unless a cut waits for it."""
     a, b = MemberId("actor", 0), MemberId("rollout", 0)
@@ -237,6 +259,48 @@ def test_a_save_that_met_an_update_and_waits_is_no_failure() -> None:
         told = [o for pace in w.ports[0].paces.values() for o in pace.outcomes()]
         assert not any(o.stop for o in told), told
         assert not any(o.failures for o in told), told
+        await w.service.end()
+
+    run(scene())
+
+
+def test_save_first_saves_the_first_step_that_ends_and_the_next_one_only_when_that_failed() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=None, save_first=True)
+        await w.start()
+        _, line = await begin(w, "a", mode="none")
+        for port in w.ports:
+            port.slow_s["stage"] = 1.0
+        w.ports[1].fail["stage"] = StagingError("n2 has no room")
+        w.end(1, line)
+        await until(lambda: w.driver.core.foreground is not None)
+        assert not w.service.is_due(2)
+        await until(lambda: w.driver.core.foreground is None)
+        assert w.service.is_due(2)
+        for step in range(2, 6):
+            w.end(step, line)
+            await until(lambda step=step: w.ports[0].granted_step >= step)
+        await until(lambda: bool(w.service.checkpoints()))
+        assert len({attempt.head.step for attempt in w.driver.core.attempts.values()}) == 2
+        assert not w.service.is_due(9)
+        await w.service.end()
+
+    run(scene())
+
+
+def test_a_failure_that_stops_training_stops_all_ranks_at_one_step_that_none_has_passed() -> None:
+    async def scene() -> None:
+        w = Led(on_failure="abort", save_freq=100)
+        await w.start()
+        _, line = await begin(w, "a")
+        w.end(1, line)
+        await until(lambda: w.ports[0].granted_step > 1)
+        granted = w.ports[0].granted_step
+        w.service.telling._failed.append(("step 1: disk full", True))  # the beat tells it
+        paces = [pace for port in w.ports for pace in port.paces.values()]
+        await until(lambda: all(pace.grant is not None and pace.grant.outcome is not None for pace in paces))
+        told = [[step for step in range(1, granted + 3) if any(o.stop for o in p.outcomes(step))] for p in paces]
+        assert told == [[granted + 1]] * 2
         await w.service.end()
 
     run(scene())
@@ -350,6 +414,65 @@ def test_a_coordinator_that_dies_between_two_answers_to_resume_tells_the_other_t
         late.set()
         await w.service.nodes.refresh()
         assert (await asked).key == line.key
+        await w.service.end()
+
+    run(scene())
+
+
+async def saved_and_joined_again(w: Led) -> str:
+    """Steps 2 and 4 are durable, both ranks were killed, and others have taken their place."""
+    await w.start()
+    _, line = await begin(w, "a")
+    for step in range(1, 5):
+        w.end(step, line)
+        if step % 2 == 0:
+            await until(lambda step=step: any(c.durable and c.step == step for c in w.service.checkpoints()))
+    for rank in (0, 1):
+        w.ports[rank].die(rank)
+    await w.service.nodes.refresh()
+    return await w.join("b")
+
+
+def both(w: Led, membership: str, mode: Any) -> asyncio.Future[list[Any]]:
+    return asyncio.gather(*(w.resume(rank, membership, mode=mode) for rank in (0, 1)), return_exceptions=True)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resume_after_one_that_failed_is_not_answered_with_what_the_failed_one_restored(killed: bool) -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        membership = await saved_and_joined_again(w)
+        w.ports[1].fail["grant"] = StagingError("n2 is busy")
+        told = await both(w, membership, "auto")
+        assert all("Call resume again" in str(error) for error in told), told
+        if killed:
+            await w.kill()
+            await w.start()
+        await w.service.nodes.refresh()
+        await asyncio.sleep(1.0)  # the beat and the look at deadlines have passed
+        if not killed:
+            assert w.service.member_led.status() is None, "a resume that failed began a line"
+        told = await both(w, membership, 2)
+        assert [line.step for line in told] == [2, 2]
+        assert w.ports[0].step == 2
+        await w.service.end()
+
+    run(scene())
+
+
+def test_a_resume_that_its_coordinator_did_not_survive_is_done_once() -> None:
+    async def scene() -> None:
+        w = Led(save_freq=2)
+        membership = await saved_and_joined_again(w)
+        asked = both(w, membership, 2)
+        await until(lambda: w.ports[1].granted is not None and w.ports[1].granted.line.crew == (membership,))
+        await w.kill()
+        asked.cancel()
+        loads = [port.log.count("load") for port in w.ports]
+        await w.start()
+        told = await both(w, membership, 2)  # the client repeats its call
+        assert [line.step for line in told] == [2, 2]
+        assert [port.log.count("load") for port in w.ports] == loads
         await w.service.end()
 
     run(scene())

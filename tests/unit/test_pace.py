@@ -54,6 +54,28 @@ def test_each_outcome_is_told_once_and_a_new_epoch_counts_anew() -> None:
     assert pace.outcomes() == ["c"]
 
 
+def test_ranks_at_different_steps_are_told_to_stop_at_the_end_of_one_step() -> None:
+    ranks = {22: Pace(), 29: Pace()}  # last step ended -> its pace
+    stopped = []
+    for ended, pace in ranks.items():
+        pace.open(LINE)
+        pace.take(Grant(LINE, 30, 25, "a", 1), 1)
+        pace.take(Grant(LINE, 30, 25, "disk full", 2, stop_at=31), 1)
+        assert pace.outcomes(ended) == ["a"]
+        stopped.append(next(step for step in range(ended + 1, 40) if pace.outcomes(step)))
+    assert stopped == [31, 31]
+
+
+def test_who_waits_at_the_step_where_training_stops_is_woken() -> None:
+    pace = Pace()
+    pace.open(LINE)
+    pace.take(Grant(LINE, 5, 5, "another coordinator leads the run", 1, stop_at=6), 1)
+    assert not pace.covers(6)
+    assert pace.wait(6, 0.0)
+    assert pace.outcomes(6) == ["another coordinator leads the run"]
+    assert not pace.wait(6, 0.0)
+
+
 def test_who_waits_is_woken_by_the_grant_that_covers_it() -> None:
     pace = Pace()
     pace.open(LINE)

@@ -46,3 +46,8 @@ def test_what_is_wrong_is_marked() -> None:
     assert "missing: actor:1" in text
     assert [sentence for sentence in wrong if sentence == "not heard: node n2"]
     assert [sentence for sentence in wrong if "actor:1" in sentence]
+
+
+def test_alarms_and_defects_are_told() -> None:
+    _, wrong = told(Bench(), alarms=["the weights stand still"], faults=["IllegalMoveError: no move"])
+    assert wrong == ["alarm: the weights stand still", "a defect of lastgood: IllegalMoveError: no move"]

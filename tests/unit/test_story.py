@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from lastgood.client.leading import heed
 from lastgood.client.output import JsonOutput, TextOutput
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
-from lastgood.coordinator.messages import MemberId
+from lastgood.coordinator.messages import MemberId, RoleDeclaration
+from lastgood.coordinator.options import Options
+from lastgood.coordinator.outcomes import StepOutcome
+from lastgood.coordinator.protocol import IllegalMoveError
 from lastgood.coordinator.report import report
 from lastgood.coordinator.story import Story, stories
+from lastgood.coordinator.telling import Telling
 from lastgood.storage.manifest import ShardRecord
 from lastgood.workers.member import Member
-from tests.unit.memory_world import shard
+from tests.unit.memory_world import Scene, run, shard
 from tests.unit.protocol_bench import ACTOR1, COMPONENTS, HOSTS, Bench
 
 
@@ -123,6 +128,25 @@ def test_the_weights_of_one_rank_that_stand_still_are_noticed_when_they_have_mov
     assert "the weights model of actor:1 at step 3" in alarm and "of step 2" in alarm
     frozen = Weights()  # the shard of rank 1 holds nothing that is trained
     assert [frozen.save(step, weights) for step, weights in ((1, "aa"), (2, "ba"), (3, "ca"))] == [[], [], []]
+
+
+def test_an_alarm_is_in_the_log_of_whoever_ended_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    outcome = StepOutcome(5, "every 5 steps", failures=("step 4: disk full",), alarms=("the weights stand still",))
+    heed(outcome, Options(run="qwen", store="/nowhere/store", staging="/nowhere/staging"))
+    assert caplog.messages == ["step 4: disk full", "the weights stand still"]
+
+
+def test_a_defect_of_the_coordinator_is_told_at_the_end_of_the_next_step() -> None:
+    async def scene() -> None:
+        driver = await Scene().ready()
+        driver.core.handle = lambda event, now_s: (_ for _ in ()).throw(IllegalMoveError("no move"))
+        with pytest.raises(IllegalMoveError):
+            driver.declare(RoleDeclaration("critic", 1, ("model",), "m2"))
+        told = Telling(lambda: driver, lambda: (0, 0)).news(3)
+        assert told is not None and told.alarms == ("a defect of lastgood: no move",)
+        await driver.stop()
+
+    run(scene())
 
 
 def test_only_what_an_optimizer_changes_is_watched() -> None:
