@@ -10,12 +10,14 @@ from dataclasses import asdict
 from typing import Any
 
 
-def run(about: str | None, measure: Callable[..., Sequence[Any]], text: Callable[[Any], str], **numbers: float) -> int:
-    """Parses the command line, measures and prints. `numbers`: default of each option, given to `measure` by name."""
+def run(
+    about: str | None, measure: Callable[..., Sequence[Any]], text: Callable[[Any], str], **defaults: float | str
+) -> int:
+    """Parses the command line, measures and prints. `defaults`: of each option, given to `measure` by name."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default:g}")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default or 'all'}")
     options = vars(parser.parse_args())
     as_json = options.pop("json")
     found = measure(**options)
