@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 
-def run(about: str | None, measure: Callable[..., Any], text: Callable[[Any], str], **numbers: float) -> int:
-    """Parses the command line, measures and prints. `numbers`: default of each option, given to `measure` by name.
+def run(about: str | None, measure: Callable[..., Any], text: Callable[[Any], str], **defaults: float | str) -> int:
+    """Parses the command line, measures and prints. `defaults`: of each option, given to `measure` by name.
 
     `measure` answers a dataclass or a list of them. What it prints itself (Ray does, of killed processes) goes
     to stderr.
@@ -21,8 +21,8 @@ def run(about: str | None, measure: Callable[..., Any], text: Callable[[Any], st
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--rows", type=Path, help="also write the JSON into this file")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default:g}")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default or 'all'}")
     options = vars(parser.parse_args())
     as_json, rows = options.pop("json"), options.pop("rows")
     with contextlib.redirect_stdout(sys.stderr):
