@@ -77,19 +77,32 @@ def _stall(found: Found) -> Iterator[Goal]:
 
 def _peers(found: Found) -> Iterator[Goal]:
     cost = {row["way"]: row for row in found["peers"]}
-    ours, overlapped = cost["lastgood, blocking"], cost["lastgood, overlapped"]
+    ours = cost["lastgood, blocking"]
     for way, target in (
         ("dcp.async_save, thread", 5),
         ("dcp.async_save, process", 5),
         ("as verl: torch.save", 8),
     ):
         yield Goal.of(f"stall: {way} over ours, blocking", cost[way]["stall_s"] / ours["stall_s"], ">=", target)
-    process = cost["dcp.async_save, process"]["stall_s"]
-    yield Goal.of("stall: dcp.async_save, process over ours, overlapped", process / overlapped["stall_s"], ">=", 5)
     for way, target in (("dcp.save", 3), ("torch.save and fsync", 1.1)):
         yield Goal.of(f"to committed: {way} over ours", cost[way]["safe_s"] / ours["safe_s"], ">=", target)
     dcp = min(cost[f"dcp.async_save, {kind}"]["step"] for kind in ("thread", "process"))
     yield Goal.of("a step beside a save, over the same beside dcp.async_save", ours["step"] / dcp, "<", 1)
+
+
+def _rivals(found: Found) -> Iterator[Goal]:
+    """Against the fastest way that returns only when the state may change; "equal" allows for a tenth of spread."""
+    stalls = {row["way"]: row["stall_s"] for row in found["rivals"] if row["stall_s"] is not None}
+    if "peers" not in found:
+        return
+    cost = {row["way"]: row["stall_s"] for row in found["peers"]}
+    at_once = ("dlrover, to memory", "lm-resiliency, to memory and peer")
+    fastest = min([cost["dcp.async_save, process"], *(stalls[way] for way in at_once if way in stalls)])
+    yield Goal.of("stall: the fastest peer over ours, blocking", fastest / cost["lastgood, blocking"], ">=", 0.9)
+    yield Goal.of("stall: the fastest peer over ours, overlapped", fastest / cost["lastgood, overlapped"], ">=", 5)
+    if "torch-checkpointing, async" in stalls:
+        ratio = stalls["torch-checkpointing, async"] / cost["lastgood, overlapped"]
+        yield Goal.of("stall: torch-checkpointing and its lock over ours, overlapped", ratio, ">=", 1)
 
 
 def _resume(found: Found) -> Iterator[Goal]:
@@ -115,6 +128,7 @@ SECTIONS: dict[str, Callable[[Found], Iterator[Goal]]] = {
     "steps": _steps,
     "stall": _stall,
     "peers": _peers,
+    "rivals": _rivals,
     "resume": _resume,
     "footprint": _footprint,
 }

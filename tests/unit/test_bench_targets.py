@@ -46,6 +46,28 @@ def test_what_an_overlapped_save_loses_is_counted_beyond_the_coordination_of_the
     assert "overlapped: lost beyond coordination, over a memcpy" not in named({"stall": STALL})
 
 
+PEERS = [
+    {"way": way, "stall_s": stall_s, "safe_s": 1.0, "step": 1.5}
+    for way, stall_s in (
+        ("lastgood, blocking", 0.1),
+        ("lastgood, overlapped", 0.02),
+        ("as verl: torch.save", 0.9),
+        ("torch.save and fsync", 1.0),
+        ("dcp.save", 1.0),
+        ("dcp.async_save, thread", 0.4),
+        ("dcp.async_save, process", 0.2),
+    )
+]
+
+
+def test_the_fastest_rival_counts_and_one_that_could_not_be_measured_does_not() -> None:
+    rivals = [{"way": "dlrover, to memory", "stall_s": 0.09}, {"way": "torch-checkpointing, async", "stall_s": None}]
+    found = named({"peers": PEERS, "rivals": rivals})
+    assert found["stall: the fastest peer over ours, blocking"].value == pytest.approx(0.9)
+    assert not found["stall: the fastest peer over ours, overlapped"].met
+    assert not [name for name in found if "torch-checkpointing" in name]
+
+
 def test_nothing_is_told_of_what_was_not_measured_and_a_row_that_is_missing_is_an_error() -> None:
     assert goals({}) == []
     with pytest.raises(AssertionError, match="one memcpy"):
