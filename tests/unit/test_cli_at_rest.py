@@ -34,10 +34,13 @@ def lastgood(*arguments: str | Path) -> tuple[int, Any, str]:
     return done.exit_code, json.loads(done.stdout) if done.stdout else None, done.stderr
 
 
-def commit(root: Path, step: int, sequence: int, node: str | None = None, **fields: Any) -> Path:
+def commit(
+    root: Path, step: int, sequence: int, node: str | None = None, run: str | None = None, **fields: Any
+) -> Path:
     """A committed attempt of two ranks on two nodes; only the shards of `node` when that is given."""
     attempt = ulid()
-    folder = root / RUN / f"global_step_{step}" / attempt
+    run = run or RUN
+    folder = root / run / f"global_step_{step}" / attempt
     shards = []
     for rank, owner in enumerate(NODES):
         for component in ("model", "optimizer"):
@@ -61,7 +64,7 @@ def commit(root: Path, step: int, sequence: int, node: str | None = None, **fiel
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(content)
     manifest = Manifest(
-        run=RUN,
+        run=run,
         attempt=attempt,
         step=step,
         epoch=1,
