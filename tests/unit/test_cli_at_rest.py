@@ -108,6 +108,21 @@ def test_latest_is_the_highest_sequence_not_the_highest_step(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.parametrize("command", ["latest", "show"])
+def test_latest_and_show_name_a_damaged_checkpoint_that_is_newer_and_still_answer(tmp_path: Path, command: str) -> None:
+    old, whole, newest = (commit(tmp_path, step, step) for step in (3, 4, 5))
+    for folder in (old, newest):
+        (folder / "manifest.json").write_bytes(b"{}")
+    done = CliRunner().invoke(app, [command, str(tmp_path / RUN)])
+    assert done.exit_code == 0
+    assert str(whole) in done.stdout.replace("\n", "")
+    assert str(newest) in done.stderr
+    assert str(old) not in done.stderr
+    code, answer, said = lastgood(command, tmp_path / RUN)
+    assert (code, answer["checkpoint" if command == "latest" else "manifest"]["step"]) == (0, 4)
+    assert [one["path"] for one in json.loads(said)["warning"]["passed_over"]] == [str(newest)]
+
+
 def test_latest_ignores_what_is_not_committed(tmp_path: Path) -> None:
     whole = commit(tmp_path, 1, 1)
     (commit(tmp_path, 2, 2) / COMPLETED).unlink()

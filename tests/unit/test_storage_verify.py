@@ -285,3 +285,23 @@ def test_a_path_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None
             open_checkpoint(path)
     with pytest.raises(NotACheckpointError):
         read_attempt(tmp_path / "qwen" / "global_step_3" / "x")
+
+
+def test_what_is_damaged_is_passed_over_with_its_name_if_it_is_or_may_be_newer(tmp_path: Path) -> None:
+    older, _ = write_attempt(tmp_path, attempt="older", sequence=1)
+    whole, _ = write_attempt(tmp_path, attempt="whole", sequence=2)
+    newer, _ = write_attempt(tmp_path, attempt="newer", sequence=3)
+    under_way, _ = write_attempt(tmp_path, attempt="under-way", sequence=4)
+    (under_way / "COMPLETED").unlink()
+    for folder in (older, newer):
+        (folder / "manifest.json").write_bytes(b"{}")
+    (newer.parent / "notes.txt").touch()
+    (newer.parent / "link").symlink_to(newer)
+    step, run = whole.parent, whole.parent.parent
+    for path in (step, run):
+        assert [one.path for one in open_checkpoint(path).passed_over] == [newer]
+    (step / "COMPLETED").write_bytes((whole / "COMPLETED").read_bytes())  # the pointer came no further
+    assert [one.path for one in open_checkpoint(step).passed_over] == [newer]
+    (older / "COMPLETED").write_bytes(b"")  # nobody knows any more what stood there
+    assert {one.path for one in open_checkpoint(run).passed_over} == {older, newer}
+    assert open_checkpoint(whole).passed_over == ()

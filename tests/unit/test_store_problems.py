@@ -160,3 +160,17 @@ def test_a_step_that_this_lastgood_wrote_can_still_be_named(tmp_path: Path) -> N
     by_another_lastgood(new.completed)
     offered, _ = served(tmp_path, nothing_more, 400)
     assert offered == [400]
+
+
+def test_a_damaged_checkpoint_under_a_path_is_told_as_lost_by_a_resume_from_there(tmp_path: Path) -> None:
+    Stored(tmp_path, 400, 1)
+    newest = Stored(tmp_path, 500, 2)
+    (newest.folder / "manifest.json").write_bytes(b"{}")
+
+    async def from_the_path(service: Service) -> None:
+        assert service._resuming is not None
+        (candidate,), (sentence,) = await service._resuming._candidates(str(tmp_path / "store" / "run"), lambda: 30.0)
+        assert "global_step_400" in candidate.where
+        assert sentence.startswith(f"{newest.folder} is broken: ")
+
+    served(tmp_path, from_the_path)
