@@ -15,6 +15,7 @@ from lastgood.coordinator.service import Service
 from lastgood.storage.errors import ResumeError
 from lastgood.storage.layout import COMPLETED, RunPaths
 from lastgood.storage.manifest import LedgerEntry, Tombstone, read_completed
+from tests.unit.storage_samples import sealed
 from tests.unit.test_cli_at_rest import commit
 from tests.unit.test_service_store import alone
 
@@ -50,8 +51,7 @@ def empty(*paths: Path) -> None:
 
 
 def by_another_lastgood(path: Path) -> None:
-    content = {**json.loads(path.read_bytes()), "format_version": 9}
-    path.write_text(json.dumps(content))
+    path.write_bytes(sealed({**json.loads(path.read_bytes()), "format_version": 9}))
 
 
 def served(root: Path, scene: Callable[[Service], object], mode: int | str = "auto") -> tuple[list[int], list[str]]:
@@ -160,6 +160,31 @@ def test_a_step_that_this_lastgood_wrote_can_still_be_named(tmp_path: Path) -> N
     by_another_lastgood(new.completed)
     offered, _ = served(tmp_path, nothing_more, 400)
     assert offered == [400]
+
+
+def flip_sequence(path: Path, before: int, after: int) -> None:
+    """One bit, so that the file is still JSON and speaks of another place in the order."""
+    assert (before ^ after).bit_count() == 1
+    data = path.read_bytes()
+    flipped = data.replace(f'"sequence":{before}'.encode(), f'"sequence":{after}'.encode())
+    assert sum((a ^ b).bit_count() for a, b in zip(data, flipped, strict=True)) == 1
+    path.write_bytes(flipped)
+
+
+def test_a_flipped_bit_in_the_order_of_the_newest_is_told(tmp_path: Path) -> None:
+    Stored(tmp_path, 400, 5)
+    newest = Stored(tmp_path, 500, 6)
+    flip_sequence(newest.completed, 6, 4)
+    offered, (sentence,) = served(tmp_path, nothing_more)
+    assert offered == [400]
+    assert str(newest.completed.relative_to(tmp_path / "store")) in sentence
+
+
+def test_a_flipped_bit_in_the_order_of_an_older_one_makes_it_no_newer(tmp_path: Path) -> None:
+    old = Stored(tmp_path, 400, 5)
+    Stored(tmp_path, 500, 6)
+    flip_sequence(old.completed, 5, 7)
+    assert served(tmp_path, nothing_more) == ([500], [])
 
 
 def test_a_damaged_checkpoint_under_a_path_is_told_as_lost_by_a_resume_from_there(tmp_path: Path) -> None:
