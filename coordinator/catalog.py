@@ -109,12 +109,6 @@ def merge(
     def sighting(attempt: str, step: int, epoch: int, sequence: int) -> _Sighting:
         return seen.setdefault(attempt, _Sighting(AttemptHead(attempt, step, epoch, sequence)))
 
-    for node, attempts in inventories.items():
-        for found in attempts:
-            entry = sighting(found.attempt, found.step, found.epoch, found.sequence)
-            entry.at[node] = found
-            entry.participants = entry.participants or found.participants
-            entry.manifest = entry.manifest or found.manifest
     for completed in store:
         entry = sighting(completed.attempt, completed.step, completed.epoch, completed.sequence)
         entry.store = completed
@@ -124,6 +118,14 @@ def merge(
         entry = sighting(line.attempt, line.step, line.epoch, line.sequence)
         entry.ledger = line
         entry.participants = entry.participants or line.nodes
+    for node, attempts in inventories.items():
+        for found in attempts:
+            entry = sighting(found.attempt, found.step, found.epoch, found.sequence)
+            if found.head != entry.head:
+                continue  # a file there is damaged; the core tells of it
+            entry.at[node] = found
+            entry.participants = entry.participants or found.participants
+            entry.manifest = entry.manifest or found.manifest
     made = (_judge(entry, inventories.keys(), words) for entry in seen.values() if entry.head.attempt not in collected)
     return sorted((c for c in made if c is not None), key=lambda c: (c.epoch, c.sequence), reverse=True)
 

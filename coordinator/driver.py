@@ -438,8 +438,7 @@ class Driver(Engine):
         for node, attempts in self._holdings.of(self.core.heard).items():
             for found in attempts:
                 if found.attempt in self._survey.collected and found.completed:
-                    head = AttemptHead(found.attempt, found.step, found.epoch, found.sequence)
-                    left.setdefault(node, []).append(head)
+                    left.setdefault(node, []).append(found.head)
         return left
 
     def half_collected(self) -> list[AttemptHead]:
