@@ -15,7 +15,7 @@ from ..coordinator.roots import plain_path
 from ..storage.errors import NotACheckpointError
 from ..storage.layout import RunPaths, parse_step_name, step_name
 from ..storage.manifest import Manifest, NodeIdentity, ShardRecord
-from ..storage.verify import Committed, RejectKind, find_committed, verify_attempt
+from ..storage.verify import Committed, Reject, RejectKind, find_committed, passed_over, verify_attempt
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,14 @@ class RejectedInfo:
     def wrong(self) -> bool:
         """Whether somebody damaged it; an attempt that is under way or was collected is as it should be."""
         return self.kind in (RejectKind.BROKEN.value, RejectKind.VERSION.value)
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest committed checkpoint, and what is wrong and stands before it, or may."""
+
+    checkpoint: CheckpointInfo
+    passed_over: tuple[RejectedInfo, ...]
 
 
 @dataclass(frozen=True)
@@ -129,15 +137,16 @@ class _Place:
         return self.attempt is None or len(parts) < 2 or parts[1] == self.attempt
 
 
-def latest(text: str) -> CheckpointInfo:
+def latest(text: str) -> Newest:
     """The newest committed checkpoint at a path. Raises NotACheckpointError when there is none."""
-    return _info(_newest(_locate(text)))
+    newest, passed = _newest(_locate(text))
+    return Newest(_info(newest), passed)
 
 
 def listing(text: str) -> Listing:
     """All committed checkpoints at a path. Raises NotACheckpointError when it is no run's directory."""
     found, rejected = _committed(_locate(text))
-    return Listing(tuple(map(_info, found)), tuple(rejected))
+    return Listing(tuple(map(_info, found)), _rejects(rejected))
 
 
 def verify(text: str, attempt: str | None = None) -> tuple[list[VerifiedInfo], list[RejectedInfo]]:
@@ -149,18 +158,21 @@ def verify(text: str, attempt: str | None = None) -> tuple[list[VerifiedInfo], l
     found, rejected = _committed(place)
     if not found and not any(one.wrong for one in rejected):
         raise _nothing(place, rejected)
-    return [_verified(place, one) for one in found], rejected
+    return [_verified(place, one) for one in found], list(_rejects(rejected))
 
 
-def show(text: str, attempt: str | None = None) -> ShownInfo:
-    """The manifest of the newest committed checkpoint at a path (or of one attempt). Raises NotACheckpointError."""
-    newest = _newest(_locate(text, attempt))
+def show(text: str, attempt: str | None = None) -> tuple[ShownInfo, tuple[RejectedInfo, ...]]:
+    """The manifest of the newest committed checkpoint at a path (or of one attempt), and what stands before it.
+
+    Raises NotACheckpointError.
+    """
+    newest, passed = _newest(_locate(text, attempt))
     manifest = newest.manifest
     roles = [
         RoleInfo(name, record.world_size, {part: _bytes_of(manifest, name, part) for part in record.components})
         for name, record in manifest.roles.items()
     ]
-    return ShownInfo(
+    shown = ShownInfo(
         run=manifest.run,
         step=manifest.step,
         attempt=manifest.attempt,
@@ -183,6 +195,7 @@ def show(text: str, attempt: str | None = None) -> ShownInfo:
         versions=dict(manifest.versions),
         path=str(newest.path),
     )
+    return shown, passed
 
 
 def _locate(text: str, attempt: str | None = None) -> _Place:
@@ -210,26 +223,29 @@ def _has_steps(path: Path) -> bool:
     return path.is_dir() and any(parse_step_name(child.name) is not None for child in path.iterdir())
 
 
-def _committed(place: _Place) -> tuple[list[Committed], list[RejectedInfo]]:
+def _committed(place: _Place) -> tuple[list[Committed], list[Reject]]:
     scan = find_committed(place.run_dir)
-    rejected = [one for one in scan.rejected if place.holds(one.path)]
     return (
         [one for one in scan.committed if place.holds(one.path)],
-        [RejectedInfo(str(one.path), one.kind.value, one.reason) for one in rejected],
+        [one for one in scan.rejected if place.holds(one.path)],
     )
 
 
-def _newest(place: _Place) -> Committed:
+def _newest(place: _Place) -> tuple[Committed, tuple[RejectedInfo, ...]]:
     found, rejected = _committed(place)
     if not found:
         raise _nothing(place, rejected)
-    return found[0]
+    return found[0], _rejects(passed_over(rejected, found[0]))
 
 
-def _nothing(place: _Place, rejected: Sequence[RejectedInfo]) -> NotACheckpointError:
+def _rejects(rejected: Sequence[Reject]) -> tuple[RejectedInfo, ...]:
+    return tuple(RejectedInfo(str(one.path), one.kind.value, one.reason) for one in rejected)
+
+
+def _nothing(place: _Place, rejected: Sequence[Reject]) -> NotACheckpointError:
     where = place.run_dir if place.step is None else place.run_dir / step_name(place.step)
     asked = f" with attempt {place.attempt}" if place.attempt else ""
-    told = "".join(f"\nrejected, {one.kind}: {one.path}: {one.reason}" for one in rejected)
+    told = "".join(f"\nrejected, {one.kind.value}: {one.path}: {one.reason}" for one in rejected)
     return NotACheckpointError(f"no committed checkpoint{asked} at {where}.{told}", path=str(where))
 
 

@@ -65,7 +65,9 @@ def latest(place: PlaceArgument, as_json: JsonOption = False) -> None:
     with _telling(as_json) as output:
         from . import at_rest
 
-        output.latest(at_rest.latest(place))
+        newest = at_rest.latest(place)
+        output.passed_over(newest.passed_over)
+        output.latest(newest.checkpoint)
 
 
 @app.command()
@@ -104,7 +106,9 @@ def show(
     with _telling(as_json) as output:
         from . import at_rest
 
-        output.shown(at_rest.show(place, attempt))
+        shown, passed_over = at_rest.show(place, attempt)
+        output.passed_over(passed_over)
+        output.shown(shown)
 
 
 @app.command()

@@ -60,6 +60,10 @@ class Output(abc.ABC):
         """Everything about the saves of one step."""
 
     @abc.abstractmethod
+    def passed_over(self, rejected: Sequence[RejectedInfo]) -> None:
+        """Warns of checkpoints that are damaged and newer than what is shown, or may be. Nothing when there is none."""
+
+    @abc.abstractmethod
     def failed(self, error: Exception) -> None:
         """Why the command could not do it, as one message."""
 
@@ -148,6 +152,11 @@ class TextOutput(Output):
             for when, sentence in story.events:
                 self._line(f"  {when}  {sentence}")
 
+    def passed_over(self, rejected: Sequence[RejectedInfo]) -> None:
+        for one in rejected:
+            sentence = _plain(f"{one.path} is newer or may be, and is {one.kind}: {one.reason}")
+            _console(stderr=True).print(Text("warning: ", style="bold red") + sentence, soft_wrap=True)
+
     def failed(self, error: Exception) -> None:
         _console(stderr=True).print(Text("error: ", style="bold red") + _plain(str(error)), soft_wrap=True)
 
@@ -192,6 +201,10 @@ class JsonOutput(Output):
 
     def told(self, run: str, step: int, stories: Sequence[Story]) -> None:
         self._write({"run": run, "step": step, "stories": stories})
+
+    def passed_over(self, rejected: Sequence[RejectedInfo]) -> None:
+        if rejected:
+            self._write({"warning": {"passed_over": rejected}}, to=self.console)
 
     def failed(self, error: Exception) -> None:
         self._write({"error": {"type": type(error).__name__, "message": str(error)}}, to=self.console)

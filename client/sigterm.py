@@ -2,9 +2,11 @@
 
 A signal handler written in Python runs only when the main thread comes back to Python, so it is no help in a call that
 takes minutes. The signal's number also goes through `signal.set_wakeup_fd` to a pipe, which a thread of ours reads:
-that thread saves. When the saves are over (or their time is), the signal is raised once more and goes where it would
-have gone without us: to the handler that was installed before, or to the default, which ends the process. A second
-SIGTERM from outside goes there at once. Processes forked from this one (data loader workers) get the old handler.
+that thread saves. An event loop may take that descriptor away at any time: so the handler writes to the pipe too. When
+the saves are over (or their time is), the signal is raised once more and goes where it would have gone without us: to
+the handler that was installed before, or to the default, which ends the process. That holds too when the run was closed
+meanwhile, and when a handler that was installed later calls ours; one that does not has the last word. A second SIGTERM
+from outside goes there at once. Processes forked from this one (data loader workers) get the old handler.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ log = logging.getLogger("lastgood")
 
 LEAVE_S = 5.0  # how long the main thread may take to see the signal again before the default is carried out for it
 EXIT_CODE = 128 + signal.SIGTERM
+HANDLED = 0  # in the pipe beside the numbers of signals: our handler was called; no signal has this number
 
 Save = Callable[[], None]  # saves one run, in its own deadline
 
@@ -34,10 +37,10 @@ class Sigterm:
         self._inherited: dict[str, Save] = {}  # of the process that this one was forked from; kept, never called
         self._before: Any = None  # the handler that was installed before ours
         self._pipe: tuple[int, int] | None = None
-        self._owns_wakeup = False
         self._seen = threading.Event()  # a SIGTERM has come
         self._over = threading.Event()  # the saves are over
         self._left = threading.Event()  # the main thread has taken the old way
+        self._ours = threading.Event()  # a SIGTERM that has come was for us to hand on: nobody else will
         os.register_at_fork(after_in_child=self._forked)
 
     def add(self, run: str, save: Save) -> bool:
@@ -57,13 +60,12 @@ class Sigterm:
             self._uninstall()
 
     def _install(self) -> None:
-        self._seen, self._over, self._left = threading.Event(), threading.Event(), threading.Event()
+        self._seen, self._over, self._left, self._ours = (threading.Event() for _ in range(4))
         self._pipe = read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(read, True)
         self._before = signal.signal(signal.SIGTERM, self._handle)
         standing = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self._owns_wakeup = standing == -1
-        if not self._owns_wakeup:  # an event loop owns it: then the handler alone must do
+        if standing != -1:  # an event loop owns it: then the handler alone must do
             signal.set_wakeup_fd(standing)
         threading.Thread(target=self._watch, args=(read,), name="lastgood-sigterm", daemon=True).start()
 
@@ -78,22 +80,25 @@ class Sigterm:
             self._uninstall()
 
     def _uninstall(self) -> None:
+        assert self._pipe is not None
+        (_, write), self._pipe = self._pipe, None  # from here on our handler takes the old way
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
-        assert self._pipe is not None
-        if self._owns_wakeup:
-            signal.set_wakeup_fd(-1)
-        os.close(self._pipe[1])  # the thread reads the end of the pipe and leaves
-        self._pipe = None
+            self._ours.set()
+        standing = signal.set_wakeup_fd(-1)
+        if standing != write:  # an event loop's
+            signal.set_wakeup_fd(standing)
+        os.close(write)  # the thread reads the end of the pipe and leaves
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread. The first time the thread saves; after that the old way is taken."""
-        again = self._seen.is_set() and (self._over.is_set() or not self._owns_wakeup)
-        if not self._owns_wakeup and not self._seen.is_set() and self._pipe is not None:
-            os.write(self._pipe[1], bytes([number]))
-        if again:
+        self._ours.set()
+        if self._over.is_set() or self._pipe is None:
             self._left.set()
             self._old_way(number, frame)
+        else:
+            with contextlib.suppress(BlockingIOError):  # full: the thread has enough to read
+                os.write(self._pipe[1], bytes([HANDLED]))
 
     def _old_way(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
@@ -103,15 +108,15 @@ class Sigterm:
             os.kill(os.getpid(), number)
 
     def _watch(self, read: int) -> None:
+        arrived = handled = 0  # one signal comes by either way or by both
         with os.fdopen(read, "rb", buffering=0) as pipe:
-            while True:
-                numbers = pipe.read(64)
-                if not numbers:
-                    return
-                if signal.SIGTERM in numbers and not self._seen.is_set():
+            while numbers := pipe.read(64):
+                arrived += numbers.count(signal.SIGTERM)
+                handled += numbers.count(HANDLED)
+                if max(arrived, handled) > 0 and not self._seen.is_set():
                     self._seen.set()
                     threading.Thread(target=self._save_all, name="lastgood-emergency", daemon=True).start()
-                elif signal.SIGTERM in numbers and not self._over.is_set():
+                if max(arrived, handled) > 1 and not self._over.is_set():
                     log.warning("a second SIGTERM: the emergency save is not waited for")
                     self._leave()
 
@@ -137,8 +142,7 @@ class Sigterm:
         if self._over.is_set():
             return
         self._over.set()
-        ours = signal.getsignal(signal.SIGTERM) == self._handle
-        if not ours:
+        if signal.getsignal(signal.SIGTERM) != self._handle and not self._ours.is_set():
             return  # somebody's own handler has had the signal already
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._left.wait(LEAVE_S) and self._before is signal.SIG_DFL:

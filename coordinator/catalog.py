@@ -7,7 +7,7 @@ listed with what it lacks, and never offered for a resume; what was lost is told
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..storage.errors import IntegrityError
@@ -64,6 +64,21 @@ class Checkpoint:
         return f"step {self.step}{tag} (attempt {self.attempt}, epoch {self.epoch}, sequence {self.sequence})"
 
 
+@dataclass(frozen=True)
+class Problem:
+    """An object of the store that is not used: damaged, in another's place, or of another format version."""
+
+    key: str
+    reason: str  # a sentence that names the key
+    other_version: bool = False  # whole, as far as can be told, and written by another lastgood
+    attempt: str | None = None  # whose COMPLETED it should be, by its key
+    step: int | None = None  # the same
+    order: tuple[int, int] | None = None  # (epoch, sequence), of a ledger entry, by its key
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass
 class _Sighting:
     head: AttemptHead
@@ -94,12 +109,6 @@ def merge(
     def sighting(attempt: str, step: int, epoch: int, sequence: int) -> _Sighting:
         return seen.setdefault(attempt, _Sighting(AttemptHead(attempt, step, epoch, sequence)))
 
-    for node, attempts in inventories.items():
-        for found in attempts:
-            entry = sighting(found.attempt, found.step, found.epoch, found.sequence)
-            entry.at[node] = found
-            entry.participants = entry.participants or found.participants
-            entry.manifest = entry.manifest or found.manifest
     for completed in store:
         entry = sighting(completed.attempt, completed.step, completed.epoch, completed.sequence)
         entry.store = completed
@@ -109,6 +118,14 @@ def merge(
         entry = sighting(line.attempt, line.step, line.epoch, line.sequence)
         entry.ledger = line
         entry.participants = entry.participants or line.nodes
+    for node, attempts in inventories.items():
+        for found in attempts:
+            entry = sighting(found.attempt, found.step, found.epoch, found.sequence)
+            if found.head != entry.head:
+                continue  # a file there is damaged; the core tells of it
+            entry.at[node] = found
+            entry.participants = entry.participants or found.participants
+            entry.manifest = entry.manifest or found.manifest
     made = (_judge(entry, inventories.keys(), words) for entry in seen.values() if entry.head.attempt not in collected)
     return sorted((c for c in made if c is not None), key=lambda c: (c.epoch, c.sequence), reverse=True)
 
@@ -161,26 +178,40 @@ def _tag_and_kind(manifest: bytes, attempt: str, words: dict[str, tuple[str | No
     return words[attempt]
 
 
-def candidates(checkpoints: Iterable[Checkpoint], mode: int | str) -> tuple[list[Checkpoint], list[str]]:
+def candidates(
+    checkpoints: Sequence[Checkpoint], mode: int | str, problems: Collection[Problem] = ()
+) -> tuple[list[Checkpoint], list[str]]:
     """What a resume may try, newest first, and a sentence for each newer checkpoint that cannot be had.
 
-    `mode`: 'auto' or 'latest' (any step), or a step's number. `checkpoints`: newest first, as merge gives them.
+    `mode`: 'auto' or 'latest' (any step), or a step's number. `checkpoints`: newest first, as merge gives them. A
+    problem is told unless what it hides is known to be another step's, or older than what is tried first.
     """
     wanted = [c for c in checkpoints if mode in ("auto", "latest") or c.step == mode]
     usable = [c for c in wanted if c.whole]
     newest = (usable[0].epoch, usable[0].sequence) if usable else (-1, -1)
-    told = [why_not(c) for c in wanted if not c.whole and (c.epoch, c.sequence) > newest]
+    damaged = {problem.attempt: problem for problem in problems}
+    told = [why_not(c, damaged.get(c.attempt)) for c in wanted if not c.whole and (c.epoch, c.sequence) > newest]
+    known = {c.attempt for c in checkpoints} | {(c.epoch, c.sequence) for c in checkpoints}
+    for problem in problems:
+        elsewhere = isinstance(mode, int) and problem.step not in (None, mode)
+        older = problem.order is not None and problem.order <= newest
+        if not (elsewhere or older or problem.attempt in known or problem.order in known):
+            told.append(problem.reason)
     return usable, told
 
 
-def why_not(checkpoint: Checkpoint) -> str:
-    """Why a checkpoint cannot be resumed from now, as a sentence."""
+def why_not(checkpoint: Checkpoint, problem: Problem | None = None) -> str:
+    """Why a checkpoint cannot be resumed from now, as a sentence. `problem`: what became of its COMPLETED in the
+    store."""
     nodes = ", ".join(checkpoint.missing) or "its nodes"
+    stored = f"; what the store has of it is not used: {problem}" if problem is not None else ""
     if checkpoint.state is Standing.IN_DOUBT:
         return (
             f"{checkpoint} is in doubt: every record that was heard says accept, and {nodes} was not heard; it may "
-            "have been committed."
+            f"have been committed{stored or '.'}"
         )
     if checkpoint.state is Standing.LOST:
-        return f"{checkpoint} was committed on {nodes}, and neither they nor the store hold it now."
-    return f"{checkpoint} is committed, but the part on {nodes} is not there and the store does not have it."
+        gone = f"which do not hold it now{stored}" if stored else "and neither they nor the store hold it now."
+        return f"{checkpoint} was committed on {nodes}, {gone}"
+    gone = stored or " and the store does not have it."
+    return f"{checkpoint} is committed, but the part on {nodes} is not there{gone}"

@@ -15,7 +15,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..storage.errors import DeadlineError, FencedError, IntegrityError, StagingError, StoreError, UsageError
+from ..storage.errors import (
+    DeadlineError,
+    FencedError,
+    IntegrityError,
+    ResumeError,
+    StagingError,
+    StoreError,
+    UsageError,
+)
 from ..storage.manifest import Completed, Manifest
 from . import catalog
 from . import commands as cmd
@@ -140,8 +148,7 @@ class Driver(Engine):
         hold attempts, beyond those that were heard or that manifests name.
         """
         self._check_alive()
-        told = list(await self._look_at_store())
-        told += await self._forward_pointers()
+        told = [*await self._look_at_store(), *map(str, self._survey.problems), *await self._forward_pointers()]
         known = {node for entry in self._survey.ledger for node in entry.nodes}
         known |= {node for attempt in self.core.attempts.values() for node in attempt.participants}
         self._feed(ev.RecoveryBegun(frozenset(expected_nodes) | known, time.time()))
@@ -152,6 +159,7 @@ class Driver(Engine):
         return tuple(told)
 
     async def _look_at_store(self) -> list[str]:
+        """Reads what the store holds; answers why it could not be read, if so."""
         if self._remote is None:
             return []
         remote = self._remote
@@ -162,7 +170,7 @@ class Driver(Engine):
             return [f"the store could not be read ({error}); what it knows is not taken into account until it can be"]
         self._learn(survey)
         self._feed(ev.StoreSurveyed(_heads(survey.completed), _heads(survey.ledger)))
-        return list(survey.problems)
+        return []
 
     async def _forward_pointers(self) -> list[str]:
         """The store's pointers follow its commits; whoever made those may have died in between."""
@@ -433,8 +441,7 @@ class Driver(Engine):
         for node, attempts in self._holdings.of(self.core.heard).items():
             for found in attempts:
                 if found.attempt in self._survey.collected and found.completed:
-                    head = AttemptHead(found.attempt, found.step, found.epoch, found.sequence)
-                    left.setdefault(node, []).append(head)
+                    left.setdefault(node, []).append(found.head)
         return left
 
     def half_collected(self) -> list[AttemptHead]:
@@ -444,33 +451,55 @@ class Driver(Engine):
     async def candidates(self, mode: int | str) -> tuple[list[Candidate], list[str]]:
         """What a resume may try, newest first, and a sentence for each newer commit that cannot be had.
 
-        `mode`: 'auto', 'latest' or a step's number. The store is read anew. A manifest that cannot be read makes a
-        sentence, not a candidate.
+        `mode`: 'auto', 'latest' or a step's number. The store is read anew; what of it is not used makes a sentence
+        too, unless it is older than what is tried first. A manifest that cannot be read makes no candidate. Raises
+        ResumeError for 'auto' and 'latest' when the store holds anything of another format version.
         """
         from .restore import Candidate  # restore.py is the larger part; only a resume needs it
 
         self._check_alive()
-        told = [sentence for sentence in await self._look_at_store() if "could not be read" in sentence]
-        usable, lost = catalog.candidates(self.checkpoints(), mode)
+        unread = await self._look_at_store()
+        problems = self._survey.problems
+        for problem in problems:
+            log.warning("%s", problem)
+        if mode in ("auto", "latest"):
+            self._refuse_other_versions(mode)
+        usable, lost = catalog.candidates(self.checkpoints(), mode, problems)
         found: list[Candidate] = []
         for checkpoint in usable:
-            manifest = checkpoint.manifest or await self._fetch_manifest(checkpoint, told)
+            manifest = checkpoint.manifest
+            if manifest is None:
+                manifest, why = await self._fetch_manifest(checkpoint)
+                if why is not None:
+                    log.warning("%s", why)
+                    lost += [] if found else [why]  # something newer is tried first
             if manifest is not None:
                 found.append(Candidate(manifest, f"{checkpoint} on {', '.join(checkpoint.where)}"))
-        return found, [*lost, *told]
+        return found, [*lost, *unread]
 
-    async def _fetch_manifest(self, checkpoint: Checkpoint, told: list[str]) -> bytes | None:
+    def _refuse_other_versions(self, mode: str) -> None:
+        """A rolled-back image must not go on from what it happens to understand: the run is further than that."""
+        others = [problem for problem in self._survey.problems if problem.other_version]
+        if others:
+            more = f" The same holds for {len(others) - 1} more objects." if len(others) > 1 else ""
+            raise ResumeError(
+                f"run {self.settings.run} has checkpoints of another format version: {others[-1]}{more} resume="
+                f"{mode!r} does not pass over them, and no state was touched: resume with that lastgood, or name "
+                "a step or a path to go on from, and lose what is newer.",
+                rejected=tuple(map(str, others)),
+            )
+
+    async def _fetch_manifest(self, checkpoint: Checkpoint) -> tuple[bytes | None, str | None]:
+        """The manifest in the store, or a sentence that says why it is not had."""
         completed = next((c for c in self._survey.completed if c.attempt == checkpoint.attempt), None)
         if self._remote is None or completed is None:
-            told.append(f"{checkpoint}: no manifest was found.")
-            return None
+            return None, f"{checkpoint}: no manifest was found."
         read = functools.partial(self._remote.read_manifest, completed)
         try:
             limit_s = self.settings.deadlines.remote_s
-            return await answer_within(self._blocking(read), limit_s, "the store", "a manifest")
+            return await answer_within(self._blocking(read), limit_s, "the store", "a manifest"), None
         except (StoreError, IntegrityError, OSError, DeadlineError) as error:
-            told.append(f"{checkpoint}: its manifest could not be read from the store: {_say(error)}")
-            return None
+            return None, f"{checkpoint}: its manifest could not be read from the store: {_say(error)}"
 
     def status(self) -> dict[str, Any]:
         """JSON-able: epoch, fenced, window, members missing, nodes heard, attempts under way, alarms, faults."""

@@ -6,6 +6,7 @@ can change it any more), so what it says may decide; a node that is not heard de
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ class Hearing:
     def __init__(self, core: Protocol) -> None:
         self._core = core
         self._proofs: dict[str, tuple[str, bool]] = {}  # attempt -> (where seen, in the store), from the survey
+        self._contradicting: set[tuple[str, str]] = set()  # node, attempt: told of
 
     def members_changed(self, event: ev.MembersChanged) -> None:
         core = self._core
@@ -104,8 +106,8 @@ class Hearing:
             attempt = core.attempts.get(found.attempt)
             if attempt is None:
                 continue
-            if (found.step, found.epoch, found.sequence) != (attempt.head.step, *attempt.order):
-                raise attempt.illegal(f"{inventory.node} holds another attempt of the same id: {found}")
+            if found.head != attempt.head:
+                continue  # its file is damaged: node_heard makes nothing of it
             if found.completed and (attempt.refused or attempt.phase is Phase.ABORTED):
                 raise attempt.illegal(f"COMPLETED stands at {inventory.node}, though the attempt was refused")
             known = attempt.records.get(inventory.node)
@@ -114,10 +116,40 @@ class Hearing:
             if found.record is RecordState.REFUSE and attempt.phase in PROVEN:
                 raise attempt.illegal(f"{inventory.node} holds a refuse, though the attempt is committed")
 
+    def _agreed(self, node: str, found: AttemptInventory) -> AttemptInventory:
+        """What a node says of an attempt; when it gives it another place in the order, only that something lies there.
+
+        That costs the node its word on this attempt, and nothing else. It counts as a record that cannot be read: never
+        as an accept, and never as gone, so the write-once record is asked for again before anything is decided.
+        """
+        core = self._core
+        attempt = core.attempts.get(found.attempt)
+        if attempt is None or found.head == attempt.head:
+            return found
+        if (node, attempt.id) not in self._contradicting:
+            self._contradicting.add((node, attempt.id))
+            sentence = (
+                f"{node} holds attempt {attempt.id} as {_place(found.head)}, and others hold it as "
+                f"{_place(attempt.head)}: a file there is damaged, and what it tells of this attempt is not used"
+            )
+            attempt.tell(core.now_s, sentence)
+            core.say(cmd.Alarm(attempt.head, sentence))
+        return AttemptInventory(
+            attempt.id,
+            attempt.head.step,
+            *attempt.order,
+            record=RecordState.UNKNOWN,
+            staged=True,
+            completed=False,
+            durable=False,
+            participants=(),
+        )
+
     def node_heard(self, event: ev.NodeHeard) -> None:
         core = self._core
-        inventory = event.inventory
-        node = inventory.node
+        node = event.inventory.node
+        attempts = tuple(self._agreed(node, found) for found in event.inventory.attempts)
+        inventory = dataclasses.replace(event.inventory, attempts=attempts)
         if inventory.highest_epoch > core.settings.epoch:
             reason = f"{node} has seen epoch {inventory.highest_epoch}, this coordinator is {core.settings.epoch}"
             core.stop_for_good(reason)
@@ -149,7 +181,7 @@ class Hearing:
 
     def _find(self, found: AttemptInventory, node: str) -> None:
         core = self._core
-        head = AttemptHead(found.attempt, found.step, found.epoch, found.sequence)
+        head = found.head
         attempt = core.attempt_type(head, mine=False, participants=(), participants_known=False, phase=Phase.FOUND)
         attempt.tell(core.now_s, f"found on {node}, record {found.record.value}")
         core.attempts[head.attempt] = core.active[head.attempt] = attempt
@@ -265,3 +297,7 @@ class Hearing:
             if not attempt.held_at or attempt.proof is not None or attempt.all_accept:
                 core.judge(attempt)
         core.memory.adopt([attempt for attempt in found if attempt.phase is Phase.FOUND], event.wall_s)
+
+
+def _place(head: AttemptHead) -> str:
+    return f"step {head.step}, epoch {head.epoch}, sequence {head.sequence}"

@@ -105,6 +105,10 @@ class AttemptInventory:
     manifest: bytes | None = None  # the manifest's bytes, when an accept record or COMPLETED is here
     held: HeldSnapshot | None = None  # its images are here, whole and untouched
 
+    @property
+    def head(self) -> AttemptHead:
+        return AttemptHead(self.attempt, self.step, self.epoch, self.sequence)
+
 
 @dataclass(frozen=True)
 class Inventory:

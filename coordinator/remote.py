@@ -11,8 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..storage.errors import AlreadyExistsError, FencedError, IntegrityError, StoreError, StoreUnavailableError
-from ..storage.layout import COMPLETED, RunPaths, epochs_in, parse_step_name
+from ..storage.errors import (
+    AlreadyExistsError,
+    FencedError,
+    FormatVersionError,
+    IntegrityError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ..storage.layout import COMPLETED, RunPaths, epochs_in, parse_ledger_name, parse_step_name
 from ..storage.manifest import (
     Completed,
     Head,
@@ -24,19 +31,20 @@ from ..storage.manifest import (
     read_completed,
 )
 from ..storage.store import Store
+from .catalog import Problem
 
 _TRIES = 10  # of a replace that others race with
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What the store knows of a run. `problems`: objects that could not be read, a sentence each."""
+    """What the store knows of a run. `problems`: objects that are not used, each with what its key tells of it."""
 
     completed: tuple[Completed, ...] = ()
     ledger: tuple[LedgerEntry, ...] = ()  # without those of collected attempts
     collected: frozenset[str] = frozenset()  # attempts with a tombstone in COMPLETED's place
     half_collected: tuple[Head, ...] = ()  # those of them of which more than the tombstone stands
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 class Remote:
@@ -55,27 +63,27 @@ class Remote:
         """Lists the store. Raises StoreError when it cannot be listed; single broken objects are told as problems."""
         completed: list[Completed] = []
         ledger: list[LedgerEntry] = []
-        problems: list[str] = []
+        problems: list[Problem] = []
         collected: dict[str, Head] = {}
         objects: Counter[str] = Counter()  # by attempt
         for key in self._store.list(f"{self._paths.ledgers}/"):
             try:
-                ledger.append(LedgerEntry.from_bytes(self._store.get(key), where=key))
+                ledger.append(self._ledger_entry(key))
             except IntegrityError as error:
-                problems.append(str(error))
+                order = parse_ledger_name(key.rsplit("/", 1)[-1])
+                problems.append(Problem(key, str(error), isinstance(error, FormatVersionError), order=order))
         for key in self._store.list(f"{self._paths.run}/global_step_"):
-            parts = key.split("/")
-            objects[parts[2]] += 1
-            if len(parts) != 4 or parts[3] != COMPLETED or parse_step_name(parts[1]) is None:
+            _, step_dir, attempt, *rest = *key.split("/"), ""
+            objects[attempt] += 1
+            step = parse_step_name(step_dir)
+            if rest != [COMPLETED, ""] or step is None:
                 continue
             try:
-                found = read_completed(self._store.get(key), where=key)
+                found = self._completed(key, step, attempt)
             except IntegrityError as error:
-                problems.append(str(error))
+                problems.append(Problem(key, str(error), isinstance(error, FormatVersionError), attempt, step))
                 continue
-            if (found.attempt, found.run) != (parts[2], self._paths.run):
-                problems.append(f"{key} speaks of attempt {found.attempt} of run {found.run}; it is not used.")
-            elif isinstance(found, Tombstone):
+            if isinstance(found, Tombstone):
                 head = Head(attempt=found.attempt, step=found.step, epoch=found.epoch, sequence=found.sequence)
                 collected[found.attempt] = head
             else:
@@ -83,6 +91,18 @@ class Remote:
         kept = tuple(entry for entry in ledger if entry.attempt not in collected)
         half = tuple(head for attempt, head in collected.items() if objects[attempt] > 1)
         return Survey(tuple(completed), kept, frozenset(collected), half, tuple(problems))
+
+    def _ledger_entry(self, key: str) -> LedgerEntry:
+        entry = LedgerEntry.from_bytes(self._store.get(key), where=key)
+        if (entry.run, self._paths.ledger(entry.epoch, entry.sequence)) != (self._paths.run, key):
+            raise _misplaced(key, f"epoch {entry.epoch}, sequence {entry.sequence} of run {entry.run}")
+        return entry
+
+    def _completed(self, key: str, step: int, attempt: str) -> Completed | Tombstone:
+        found = read_completed(self._store.get(key), where=key)
+        if (found.run, found.step, found.attempt) != (self._paths.run, step, attempt):
+            raise _misplaced(key, f"step {found.step}, attempt {found.attempt} of run {found.run}")
+        return found
 
     def read_manifest(self, completed: Completed) -> bytes:
         """The manifest of a checkpoint in the store. Raises IntegrityError if it is not the one that was committed."""
@@ -231,3 +251,7 @@ class Remote:
         except IntegrityError:
             standing = None
         return None if standing is None else (standing.epoch, standing.sequence)
+
+
+def _misplaced(key: str, what: str) -> IntegrityError:
+    return IntegrityError(f"{key} speaks of {what}: it stands in another one's place and is not used.", path=key)

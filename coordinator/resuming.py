@@ -85,8 +85,9 @@ class Resuming:
         if not isinstance(mode, str) or mode in ("auto", "latest"):
             return await self._led.candidates(mode)
 
-        def read() -> Candidate:
-            found = open_checkpoint(Path(mode)).path
-            return Candidate((found / MANIFEST).read_bytes(), str(found), str(found))
+        def read() -> tuple[list[Candidate], list[str]]:
+            found = open_checkpoint(Path(mode))
+            candidate = Candidate((found.path / MANIFEST).read_bytes(), str(found.path), str(found.path))
+            return [candidate], [f"{one.path} is {one.kind.value}: {one.reason}" for one in found.passed_over]
 
-        return [await answer_within(asyncio.to_thread(read), remaining_s(), mode, "what it holds")], []
+        return await answer_within(asyncio.to_thread(read), remaining_s(), mode, "what it holds")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..storage.errors import FencedError
+from ..storage.errors import FencedError, UsageError
 from .driver import Driver
-from .messages import SaveKind, SaveRequest
+from .messages import SaveKind, SaveRequest, SaveState
 from .ports import Notice, Notices
 from .report import improving
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from .service import Service
 
 log = logging.getLogger("lastgood.coordinator")
+
+
+@dataclass
+class _Try:
+    """The last save that was asked for because of one notice."""
+
+    number: int
+    request_id: str
+    next_s: float  # not asked for again before, by time.monotonic
 
 
 class Watch:
@@ -31,7 +41,7 @@ class Watch:
         self._nodes = service.nodes
         self._options = service.options
         self._notices = notices
-        self._noticed: set[str] = set()
+        self._tried: dict[str, _Try] = {}  # by the notice's key
 
     async def over_life(self) -> None:
         """Notices stagers that stop or come back, and ends the run when nobody is left."""
@@ -65,7 +75,7 @@ class Watch:
         return not improving(self._driver.core)
 
     async def over_notices(self) -> None:
-        """Saves the last finished step, once, when a node of the run is about to be taken away.
+        """Saves the last finished step when a node of the run is about to be taken away.
 
         By itself, since it asks the cluster, which may hang: that holds nothing else up.
         """
@@ -73,8 +83,7 @@ class Watch:
             await asyncio.sleep(self._options.heartbeat_s)
             try:
                 for notice in await self._notices():
-                    if notice.key not in self._noticed:
-                        self._noticed.add(notice.key)
+                    if await self._unheeded(notice):
                         await self._save_for(notice)
             except FencedError as error:
                 log.error("%s", error)
@@ -82,14 +91,33 @@ class Watch:
             except Exception:
                 log.exception("run %s could not look for notices; the next heartbeat tries again", self._options.run)
 
+    async def _unheeded(self, notice: Notice) -> bool:
+        """Whether a save is to be asked for: none is committed or under way, and another one could be made in time.
+
+        Pauses between tries double: each one that fails counts for on_failure.
+        """
+        tried = self._tried.get(notice.key)
+        if tried is None:
+            return True
+        try:
+            outcome = await self._driver.wait(tried.request_id, SaveState.COMMITTED, 0.0)
+        except UsageError:
+            return False  # so many saves ago that nobody remembers it
+        in_time = notice.left_s is None or notice.left_s > 0
+        possible = not self._driver.core.membership.problems() and time.monotonic() >= tried.next_s
+        return outcome.failed and in_time and possible
+
     async def _save_for(self, notice: Notice) -> None:
         """With no deadline of its own, even when it may come too late: half a chance is better than none."""
         log.warning("%s: the last finished step is saved", notice.reason)
         forecast = self._driver.core.timings.forecast(None)
         if notice.left_s is not None and forecast is not None and forecast.late_phase(notice.left_s) is not None:
             log.error("%s: a save needs %.1f s as a rule, so this one may be lost", notice.reason, forecast.total_s)
-        request_id = f"notice-{self._service.epoch}-{notice.key}"
+        number = self._tried[notice.key].number + 1 if notice.key in self._tried else 1
+        request_id = f"notice-{self._service.epoch}-{notice.key}" + (f"-{number}" if number > 1 else "")
         request = SaveRequest(request_id, SaveKind.MANUAL, notice.reason, None, "the cluster")
         outcome = await self._service.save(request)
+        next_s = time.monotonic() + self._options.heartbeat_s * 2 ** (number - 1)
+        self._tried[notice.key] = _Try(number, request_id, next_s)
         if outcome.blame is not None:
-            log.error("%s, and no save is made: %s", notice.reason, outcome.blame)
+            log.error("%s, and no save is made until that is mended: %s", notice.reason, outcome.blame)

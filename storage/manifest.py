@@ -3,7 +3,8 @@
 Reading refuses unknown fields, wrong types and unknown format versions (both versions are named); writing gives the
 same bytes for the same content (sorted keys, no spaces), because digests are taken over them. Nothing read here is
 ever executed or imported by name. A Manifest that can be constructed is whole: its validators hold every rule that
-can be checked without looking at the files.
+can be checked without looking at the files. Every file but the manifest, whose digest stands in COMPLETED, carries a
+digest of itself: a flipped bit is damage, never another word.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -37,7 +38,9 @@ from typing_extensions import Self
 from .errors import FormatVersionError, IntegrityError
 from .layout import NAME_PATTERN, RESERVED, shard_path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)  # version 1 had no digests
+SEAL = "sha256"  # the field of a file's own digest
 
 
 def _unicode(text: str) -> str:
@@ -79,33 +82,38 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-def _check_version(found: Any, what: str, where: str) -> None:
-    if isinstance(found, bool) or found != FORMAT_VERSION:
+def _check_version(found: Any, what: str, where: str, reads: Collection[int] = READ_VERSIONS) -> None:
+    if type(found) is not int or found not in reads:
         raise FormatVersionError(
-            f"{where}: this {what} has format version {found!r}, and this lastgood reads version {FORMAT_VERSION}. "
-            "Nothing was changed; use the lastgood that wrote it, or a newer one.",
+            f"{where}: this {what} has format version {found!r}, and this lastgood reads version "
+            f"{' and '.join(map(str, reads))}. Nothing was changed; use the lastgood that wrote it, or a newer one.",
             path=where,
             found=found,
-            supported=FORMAT_VERSION,
+            supported=tuple(reads),
         )
 
 
 class FileModel(Part):
-    """Base of the models that are one file or object each."""
+    """Base of the models that are one file or object each.
+
+    In memory they are of the newest format version, whatever was read.
+    """
 
     what: ClassVar[str] = "file"
+    sealed_apart: ClassVar[Collection[str]] = ()  # fields whose digest stands in another field
 
     format_version: int = FORMAT_VERSION
 
     @field_validator("format_version", mode="before")
     @classmethod
     def _known_version(cls, value: Any) -> Any:
-        _check_version(value, cls.what, cls.what)
+        _check_version(value, cls.what, cls.what, (FORMAT_VERSION,))
         return value
 
     def to_bytes(self) -> bytes:
         """The file's bytes: canonical JSON in UTF-8 and a newline; equal content gives equal bytes."""
-        return _canonical(self.model_dump(mode="json")).encode("utf-8") + b"\n"
+        content = self.model_dump(mode="json")
+        return _canonical({**content, SEAL: _digest(content, self.sealed_apart)}).encode("utf-8") + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> Self:
@@ -115,13 +123,26 @@ class FileModel(Part):
         """
         with _no_collection():
             content = _load_json(data, cls.what, where)
-            if "format_version" not in content:
-                raise _broken(cls.what, where, "it names no format version")
-            _check_version(content["format_version"], cls.what, where)
             try:
-                return cls.model_validate_json(data)
+                return cls._read(content, data, where)
             except ValidationError as error:
                 raise _broken(cls.what, where, _first_problems(error)) from error
+
+    @classmethod
+    def _read(cls, content: dict[str, Any], data: bytes, where: str) -> Self:
+        """What the file says, which has this content. The digest comes first: a damaged version is no other version."""
+        seal = content.pop(SEAL, None)
+        try:
+            sound = seal is None or seal == _digest(content, cls.sealed_apart)
+        except (ValueError, RecursionError) as error:
+            raise _broken(cls.what, where, str(error)) from error
+        if not sound:
+            raise _broken(cls.what, where, "its content has another digest than was written")
+        version = _version_in(content, cls.what, where)
+        if (version == 1) != (seal is None):
+            has = "no digest" if seal is None else "a digest"
+            raise _broken(cls.what, where, f"it has {has}, which files of format version {version} do not")
+        return cls.model_validate({**content, "format_version": FORMAT_VERSION})
 
 
 @contextlib.contextmanager
@@ -135,6 +156,19 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _version_in(content: dict[str, Any], what: str, where: str) -> int:
+    if "format_version" not in content:
+        raise _broken(what, where, "it names no format version")
+    _check_version(content["format_version"], what, where)
+    return content["format_version"]
+
+
+def _digest(content: dict[str, Any], apart: Collection[str]) -> str:
+    """A file's digest of itself: over the canonical JSON of its content, in whatever way that was written."""
+    text = _canonical({name: value for name, value in content.items() if name not in apart})
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _canonical(content: Any) -> str:
@@ -272,7 +306,10 @@ class Parent(Head):
 
 
 class Manifest(FileModel):
-    """manifest.json: everything that an attempt consists of. The list of its files is exact; strangers are ignored."""
+    """manifest.json: everything that an attempt consists of. The list of its files is exact; strangers are ignored.
+
+    It carries no digest of itself, and keeps the format version that was read: its bytes' digest stands in COMPLETED.
+    """
 
     what = "manifest"
 
@@ -295,6 +332,17 @@ class Manifest(FileModel):
     metrics: dict[Text, Metric] = Field(default_factory=dict)
     fingerprint: dict[Text, JsonValue] = Field(default_factory=dict)
     versions: dict[Text, Text] = Field(default_factory=dict)
+
+    @field_validator("format_version", mode="before")
+    @classmethod
+    def _known_version(cls, value: Any) -> Any:
+        _check_version(value, cls.what, cls.what)
+        return value
+
+    @classmethod
+    def _read(cls, content: dict[str, Any], data: bytes, where: str) -> Self:
+        _version_in(content, cls.what, where)
+        return cls.model_validate_json(data)  # faster than from the content, for many members
 
     @field_validator("fingerprint")
     @classmethod
@@ -474,6 +522,7 @@ class Record(FileModel):
     """records/<attempt>.json: a participant's write-once word on an attempt."""
 
     what = "record"
+    sealed_apart = ("manifest",)  # it is long, and manifest_sha256 is of its very bytes
 
     state: Literal["accept", "refuse"]
     head: Head

@@ -10,8 +10,8 @@ import contextlib
 import enum
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import files, layout
@@ -166,6 +166,7 @@ class Committed:
     completed: Completed
     manifest: Manifest
     path: Path  # of the attempt's directory
+    passed_over: tuple[Reject, ...] = ()  # what is wrong and newer, or may be: set by open_checkpoint
 
     @property
     def order(self) -> tuple[int, int]:
@@ -189,6 +190,27 @@ class Reject:
     path: Path
     kind: RejectKind
     reason: str  # a sentence
+    order: tuple[int, int] | None = None  # (epoch, sequence), if its COMPLETED tells
+
+    @property
+    def wrong(self) -> bool:
+        """Whether somebody damaged it, or another lastgood wrote it; one that died or was collected is as it should."""
+        return self.kind in (RejectKind.BROKEN, RejectKind.VERSION)
+
+
+def passed_over(rejected: Iterable[Reject], newest: Committed) -> tuple[Reject, ...]:
+    """Those that whoever takes `newest` must be told of: a checkpoint stood there that is newer, or may be.
+
+    A file or a link in a directory's place never was one.
+    """
+    return tuple(
+        one
+        for one in rejected
+        if one.wrong
+        and (one.order is None or one.order > newest.order)
+        and one.path.is_dir()
+        and not one.path.is_symlink()
+    )
 
 
 @dataclass(frozen=True)
@@ -205,6 +227,22 @@ def read_attempt(attempt_dir: Path) -> Committed:
     Raises NotACheckpointError when nothing was committed there (or it was collected), IntegrityError when COMPLETED
     or the manifest are not what was written, OSError when they cannot be read.
     """
+    completed = _read_marker(attempt_dir)
+    where = attempt_dir / layout.MANIFEST
+    try:
+        data = files.read_regular(where)
+    except FileNotFoundError as error:
+        raise _broken(str(where), "it is missing, and COMPLETED stands beside it") from error
+    if hashlib.sha256(data).hexdigest() != completed.manifest_sha256:
+        raise _broken(str(where), "its digest is not the one in COMPLETED")
+    manifest = Manifest.from_bytes(data, where=str(where))
+    if Completed.of(manifest, data, completed.committed_at) != completed:
+        raise _broken(str(where), "COMPLETED beside it tells another story")
+    return Committed(completed, manifest, attempt_dir)
+
+
+def _read_marker(attempt_dir: Path) -> Completed:
+    """The COMPLETED of a directory, which must be that attempt's. Raises as read_attempt does."""
     place = attempt_dir / layout.COMPLETED
     try:
         completed = read_completed(files.read_regular(place), where=str(place))
@@ -221,17 +259,7 @@ def read_attempt(attempt_dir: Path) -> Committed:
             f"it is that of run {completed.run}, step {completed.step}, attempt {completed.attempt}, and stands "
             "elsewhere",
         )
-    where = attempt_dir / layout.MANIFEST
-    try:
-        data = files.read_regular(where)
-    except FileNotFoundError as error:
-        raise _broken(str(where), "it is missing, and COMPLETED stands beside it") from error
-    if hashlib.sha256(data).hexdigest() != completed.manifest_sha256:
-        raise _broken(str(where), "its digest is not the one in COMPLETED")
-    manifest = Manifest.from_bytes(data, where=str(where))
-    if Completed.of(manifest, data, completed.committed_at) != completed:
-        raise _broken(str(where), "COMPLETED beside it tells another story")
-    return Committed(completed, manifest, attempt_dir)
+    return completed
 
 
 def find_committed(run_dir: Path) -> Found:
@@ -249,13 +277,18 @@ def find_committed(run_dir: Path) -> Found:
         if step_dir.is_symlink() or not step_dir.is_dir():
             rejected.append(Reject(step_dir, RejectKind.BROKEN, "it is not a plain directory"))
             continue
-        for attempt_dir in sorted(step_dir.iterdir()):
-            if attempt_dir.name == layout.COMPLETED or files.is_temporary(attempt_dir.name):
-                continue
-            found = _look_at(attempt_dir)
+        for found in _look_into(step_dir):
             (committed if isinstance(found, Committed) else rejected).append(found)
     committed.sort(key=lambda one: (one.order, one.completed.attempt), reverse=True)
     return Found(tuple(committed), tuple(rejected))
+
+
+def _look_into(step_dir: Path) -> list[Committed | Reject]:
+    return [
+        _look_at(attempt_dir)
+        for attempt_dir in sorted(step_dir.iterdir())
+        if attempt_dir.name != layout.COMPLETED and not files.is_temporary(attempt_dir.name)
+    ]
 
 
 def _look_at(attempt_dir: Path) -> Committed | Reject:
@@ -267,16 +300,25 @@ def _look_at(attempt_dir: Path) -> Committed | Reject:
         kind = RejectKind.COLLECTED if error.facts.get("collected") else RejectKind.UNCOMMITTED
         return Reject(attempt_dir, kind, str(error))
     except FormatVersionError as error:
-        return Reject(attempt_dir, RejectKind.VERSION, str(error))
+        return Reject(attempt_dir, RejectKind.VERSION, str(error), _order(attempt_dir))
     except (LastgoodError, OSError) as error:
-        return Reject(attempt_dir, RejectKind.BROKEN, str(error))
+        return Reject(attempt_dir, RejectKind.BROKEN, str(error), _order(attempt_dir))
+
+
+def _order(attempt_dir: Path) -> tuple[int, int] | None:
+    """Where an attempt stands whose COMPLETED is whole, though the rest is not."""
+    try:
+        completed = _read_marker(attempt_dir)
+    except (LastgoodError, OSError):
+        return None
+    return (completed.epoch, completed.sequence)
 
 
 def open_checkpoint(path: Path) -> Committed:
     """The checkpoint that a path means: an attempt's directory, a step's (its pointer), or a run's (the newest).
 
-    Raises NotACheckpointError saying what is missing and what was rejected, IntegrityError when what is there is not
-    what was written.
+    With what it passes over there: what is wrong, and newer or of unknown age. Raises NotACheckpointError saying what
+    is missing and what was rejected, IntegrityError when what is there is not what was written.
     """
     if not path.is_dir():
         raise _no_checkpoint(path, "there is no such directory")
@@ -286,9 +328,9 @@ def open_checkpoint(path: Path) -> Committed:
         return read_attempt(path)
     found = find_committed(path)
     if not found.committed:
-        why = "; ".join(f"{one.path.name}: {one.reason}" for one in found.rejected[:3])
-        raise _no_checkpoint(path, f"it holds no committed checkpoint{f' ({why})' if why else ''}")
-    return found.committed[0]
+        raise _no_checkpoint(path, f"it holds no committed checkpoint{_why(found.rejected)}")
+    newest = found.committed[0]
+    return replace(newest, passed_over=passed_over(found.rejected, newest))
 
 
 def _follow_pointer(step_dir: Path) -> Committed:
@@ -298,14 +340,24 @@ def _follow_pointer(step_dir: Path) -> Committed:
         pointer = read_completed(files.read_regular(place), where=str(place))
     except (OSError, IntegrityError):
         pointer = None  # a pointer is a convenience; truth is the attempts' COMPLETEDs
+    found = None
     if isinstance(pointer, Completed) and layout.step_name(pointer.step) == step_dir.name:
         attempt_dir = step_dir / pointer.attempt
         with contextlib.suppress(NotACheckpointError):  # it was collected, or never came to be
-            return read_attempt(attempt_dir)
-    here = [found for found in map(_look_at, sorted(step_dir.iterdir())) if isinstance(found, Committed)]
-    if not here:
-        raise _no_checkpoint(step_dir, "none of its attempts is committed and whole")
-    return max(here, key=lambda one: one.order)
+            found = read_attempt(attempt_dir)
+    here = _look_into(step_dir)
+    rejected = [one for one in here if isinstance(one, Reject)]
+    if found is None:
+        whole = [one for one in here if isinstance(one, Committed)]
+        if not whole:
+            raise _no_checkpoint(step_dir, f"none of its attempts is committed and whole{_why(rejected)}")
+        found = max(whole, key=lambda one: one.order)
+    return replace(found, passed_over=passed_over(rejected, found))
+
+
+def _why(rejected: Sequence[Reject]) -> str:
+    told = sorted(rejected, key=lambda one: not one.wrong)[:3]
+    return f" ({'; '.join(f'{one.path.name}: {one.reason}' for one in told)})" if told else ""
 
 
 def _no_checkpoint(path: Path, why: str, *, collected: bool = False) -> NotACheckpointError:

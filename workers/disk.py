@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from ..coordinator.messages import AttemptHead, AttemptInventory, RecordState
 from ..storage import layout
-from ..storage.errors import FencedError, IntegrityError, StagingError, UsageError
+from ..storage.errors import FencedError, FormatVersionError, IntegrityError, StagingError, UsageError
 from ..storage.failpoints import failpoint
 from ..storage.files import (
     FULL,
@@ -151,6 +151,8 @@ class NodeDisk:
         if path.exists():  # also on a full disk, which takes no temporary file
             try:
                 return NodeIdentity.from_bytes(path.read_bytes(), where=str(path)).node
+            except FormatVersionError:
+                raise  # not damaged: this lastgood must leave the directory to the one that wrote it
             except IntegrityError as error:
                 node = self._name_in_lists()
                 log.warning("%s; the lists of shards say that this node is %s", error, node or "a new one")
@@ -225,6 +227,8 @@ class NodeDisk:
             return EpochNote.from_bytes(path.read_bytes(), where=str(path)).epoch
         except FileNotFoundError:
             return 0
+        except FormatVersionError:
+            raise  # it holds attempts that this lastgood cannot read
         except IntegrityError as error:
             epoch = max((found.epoch for found in self.inventory()), default=0)
             log.warning("%s; the attempts here are of epoch %d and earlier: that counts", error, epoch)

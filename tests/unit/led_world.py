@@ -11,6 +11,7 @@ from lastgood.coordinator.driver import Driver
 from lastgood.coordinator.messages import Grant, Inventory, MemberId, MemberInfo, RankClaim, RankReport
 from lastgood.coordinator.options import Options
 from lastgood.coordinator.ownership import Identity
+from lastgood.coordinator.ports import Notice
 from lastgood.coordinator.restore import ResumeTermsOrder
 from lastgood.coordinator.service import Service
 from lastgood.storage.errors import StoreUnavailableError
@@ -91,6 +92,8 @@ class Led:
         self.store = MemoryStore()
         self.ports = [LedPort("n1", self.store), LedPort("n2", self.store)]
         self.ended: list[str] = []
+        self.notices: list[Notice] = []
+        self.going: asyncio.Future[None] | None = None  # a group that trains on by itself
         self.options = Options(
             run="run", store="/nowhere/store", staging="/nowhere/staging", **{"heartbeat_s": 0.05, **options}
         )
@@ -103,8 +106,8 @@ class Led:
         async def shut_down() -> None:
             self.ended.append("ended")
 
-        async def nothing() -> Sequence[Any]:
-            return ()
+        async def notices() -> Sequence[Notice]:
+            return tuple(self.notices)
 
         lane = Lane("memory", 2, StoreUnavailableError)
         self.service = Service(
@@ -114,7 +117,7 @@ class Led:
             Identity("c", "token", "here"),
             discover,
             shut_down,
-            nothing,  # type: ignore[arg-type]
+            notices,
         )
         await self.service.boot()
         return self.service

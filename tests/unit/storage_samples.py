@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 import os
 import struct
 import subprocess
@@ -21,6 +23,18 @@ from lastgood.storage.tree import ShardedPiece, register_enum
 
 CREATED = "2031-05-06T07:08:09.123Z"
 BLOCK_BYTES = 1000
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """A small JSON file of this content with its digest as docs/format.md has it."""
+    body = {name: value for name, value in content.items() if name != "sha256"}
+    text = json.dumps(
+        {name: value for name, value in body.items() if name != "manifest"},
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+    )
+    return json.dumps({**body, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
 
 
 @register_enum

@@ -34,10 +34,13 @@ def lastgood(*arguments: str | Path) -> tuple[int, Any, str]:
     return done.exit_code, json.loads(done.stdout) if done.stdout else None, done.stderr
 
 
-def commit(root: Path, step: int, sequence: int, node: str | None = None, **fields: Any) -> Path:
+def commit(
+    root: Path, step: int, sequence: int, node: str | None = None, run: str | None = None, **fields: Any
+) -> Path:
     """A committed attempt of two ranks on two nodes; only the shards of `node` when that is given."""
     attempt = ulid()
-    folder = root / RUN / f"global_step_{step}" / attempt
+    run = run or RUN
+    folder = root / run / f"global_step_{step}" / attempt
     shards = []
     for rank, owner in enumerate(NODES):
         for component in ("model", "optimizer"):
@@ -61,7 +64,7 @@ def commit(root: Path, step: int, sequence: int, node: str | None = None, **fiel
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(content)
     manifest = Manifest(
-        run=RUN,
+        run=run,
         attempt=attempt,
         step=step,
         epoch=1,
@@ -103,6 +106,21 @@ def test_latest_is_the_highest_sequence_not_the_highest_step(tmp_path: Path) -> 
         "nbytes": 4 * 12800,
         "path": str(rewound),
     }
+
+
+@pytest.mark.parametrize("command", ["latest", "show"])
+def test_latest_and_show_name_a_damaged_checkpoint_that_is_newer_and_still_answer(tmp_path: Path, command: str) -> None:
+    old, whole, newest = (commit(tmp_path, step, step) for step in (3, 4, 5))
+    for folder in (old, newest):
+        (folder / "manifest.json").write_bytes(b"{}")
+    done = CliRunner().invoke(app, [command, str(tmp_path / RUN)])
+    assert done.exit_code == 0
+    assert str(whole) in done.stdout.replace("\n", "")
+    assert str(newest) in done.stderr
+    assert str(old) not in done.stderr
+    code, answer, said = lastgood(command, tmp_path / RUN)
+    assert (code, answer["checkpoint" if command == "latest" else "manifest"]["step"]) == (0, 4)
+    assert [one["path"] for one in json.loads(said)["warning"]["passed_over"]] == [str(newest)]
 
 
 def test_latest_ignores_what_is_not_committed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.catalog import Standing
 from lastgood.coordinator.messages import AttemptHead, Inventory, RecordState, SaveKind, SaveRequest, SaveState
-from lastgood.coordinator.moves import Phase
+from lastgood.coordinator.moves import PROVEN, Phase
 from lastgood.coordinator.recovery import Verdict, decide
 from lastgood.storage.errors import IllegalMoveError
 from lastgood.storage.manifest import Completed, LedgerEntry
@@ -217,8 +217,35 @@ def test_what_no_honest_disk_can_say_is_a_defect() -> None:
     bench = recovered(found("n1", ACCEPT, completed=True), at_n2=[found("n2", ACCEPT)])
     with pytest.raises(IllegalMoveError, match="changed to refuse"):
         bench.hear("n2", found("n2", REFUSE))
-    with pytest.raises(IllegalMoveError, match="another attempt of the same id"):
-        bench.hear("n2", found("n2", ACCEPT, sequence=8))
+
+
+@pytest.mark.parametrize("record", [ACCEPT, REFUSE, NONE])
+def test_a_node_that_gives_an_attempt_another_place_is_heard_and_only_its_word_on_that_one_does_not_count(
+    record: RecordState,
+) -> None:
+    bench = Bench(hear=())
+    bench.hear("n1", found("n1", ACCEPT))
+    (alarm,) = [one for one in bench.hear("n2", found("n2", record, sequence=8)) if isinstance(one, cmd.Alarm)]
+    assert "n2 holds attempt old as " in alarm.sentence
+    assert bench.core.heard.keys() == {"n1", "n2"}
+    out = bench.feed(ev.RecoveryBegun())
+    asked = [one for one in out if isinstance(one, cmd.Refuse)]
+    assert [(one.node, one.head.sequence) for one in asked] == [("n2", 7)]  # its write-once record decides
+    assert not [one for one in out if isinstance(one, (cmd.Discard, cmd.Publish))]
+    bench.hear("n2", found("n2", record, sequence=8))
+    bench.feed(ev.Refused("old", "n2", record if record is not NONE else REFUSE))
+    attempt = bench.core.attempts["old"]
+    assert attempt.phase is (Phase.COMMITTED if record is ACCEPT else Phase.ABORTING)
+
+
+def test_a_commit_that_is_proven_stays_so_whatever_a_node_with_a_damaged_file_calls_it() -> None:
+    bench = recovered(found("n1", ACCEPT, completed=True), at_n2=[found("n2", ACCEPT)])
+    out = bench.hear("n2", found("n2", REFUSE, sequence=8))
+    assert not [one for one in out if isinstance(one, (cmd.Refuse, cmd.Discard))]
+    assert bench.core.attempts["old"].phase in PROVEN
+    told = {"n1": [found("n1", ACCEPT, sequence=8, completed=True)], "n2": [found("n2", ACCEPT)]}
+    (checkpoint,) = catalog.merge(told, [completed("old", 400, 3, 7)])
+    assert (checkpoint.sequence, checkpoint.where) == (7, ("n2", "store"))
 
 
 # ---- restarts while an attempt is under way

@@ -43,7 +43,10 @@ class Child:
         self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> int:
-        code = self.process.wait(60)
+        try:
+            code = self.process.wait(30)
+        finally:
+            self.process.kill()
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self.said = self.process.stdout.read()
@@ -144,6 +147,98 @@ assert signal.set_wakeup_fd(theirs.fileno()) == theirs.fileno()
     child = Child(tmp_path, script + WAIT)
     child.term()
     assert (child.end(), child.saves()) == (-signal.SIGTERM, 1)
+
+
+LOOP = """
+import asyncio
+async def loop_that_handles_a_signal(when_it_does):
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: None)
+    when_it_does()
+    await asyncio.sleep(0 if when_it_does is over else 60)
+def over():
+    pass
+"""
+
+
+@pytest.mark.parametrize("when", ["over", "running"])
+def test_an_event_loop_that_takes_the_wakeup_descriptor_later_does_not_swallow_it(tmp_path: Path, when: str) -> None:
+    script = f"""{LOOP}
+sigterm.save_on_sigterm("run", save)
+asyncio.run(loop_that_handles_a_signal({"over" if when == "over" else 'lambda: print("ready", flush=True)'}))
+"""
+    child = Child(tmp_path, script + WAIT)
+    child.term()
+    assert (child.end(), child.saves()) == (-signal.SIGTERM, 1)
+
+
+def test_a_second_signal_does_not_wait_for_the_save_either_where_only_the_handler_sees_it(tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    script = f"""{LOOP}
+sigterm.save_on_sigterm("run", save)
+asyncio.run(loop_that_handles_a_signal(over))
+"""
+    child = Child(tmp_path, script + WAIT)
+    child.term()
+    child.until("saving")
+    child.term()
+    assert (child.end(), child.saves()) == (-signal.SIGTERM, 0)
+
+
+def test_a_loop_that_took_the_descriptor_keeps_it_when_the_last_run_is_closed(tmp_path: Path) -> None:
+    script = """
+import socket
+ours, theirs = socket.socketpair()
+theirs.setblocking(False)
+sigterm.save_on_sigterm("run", save)
+signal.set_wakeup_fd(theirs.fileno())
+sigterm.forget("run")
+print("kept" if signal.set_wakeup_fd(-1) == theirs.fileno() else "lost", flush=True)
+"""
+    child = Child(tmp_path, script)
+    assert child.said == "kept"
+    child.end()
+
+
+@pytest.mark.parametrize("before", ["signal.SIG_DFL", "lambda *_: sys.exit(9)"], ids=["default", "handler"])
+def test_a_signal_during_the_close_of_the_run_still_ends_the_process(tmp_path: Path, before: str) -> None:
+    (tmp_path / "slow").touch()
+    script = f"""
+signal.signal(signal.SIGTERM, {before})
+sigterm.save_on_sigterm("run", save)
+print("ready", flush=True)
+while not (here / "saving").exists():
+    time.sleep(0.01)
+sigterm.forget("run")
+(here / "slow").unlink()
+while True:
+    time.sleep(0.01)
+"""
+    child = Child(tmp_path, script)
+    child.term()
+    assert (child.end(), child.saves()) == (-signal.SIGTERM if before == "signal.SIG_DFL" else 9, 1)
+
+
+def test_a_later_handler_that_calls_ours_ends_the_process_after_the_save(tmp_path: Path) -> None:
+    script = """
+sigterm.save_on_sigterm("run", save)
+before = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+"""
+    child = Child(tmp_path, script + WAIT)
+    child.term()
+    assert (child.end(), child.saves()) == (-signal.SIGTERM, 1)
+
+
+def test_a_later_handler_that_calls_ours_after_the_close_takes_the_old_way(tmp_path: Path) -> None:
+    script = """
+sigterm.save_on_sigterm("run", save)
+before = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+sigterm.forget("run")
+"""
+    child = Child(tmp_path, script + WAIT)
+    child.term()
+    assert (child.end(), child.saves()) == (-signal.SIGTERM, 0)
 
 
 def test_a_handler_that_the_user_installs_later_has_the_last_word(tmp_path: Path) -> None:

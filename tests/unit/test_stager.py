@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +25,15 @@ from lastgood.coordinator.messages import (
     RoleDeclaration,
     SnapshotOrder,
 )
-from lastgood.storage.errors import DeadlineError, FencedError, IntegrityError, StagingError, StoreError, UsageError
+from lastgood.storage.errors import (
+    DeadlineError,
+    FencedError,
+    FormatVersionError,
+    IntegrityError,
+    StagingError,
+    StoreError,
+    UsageError,
+)
 from lastgood.storage.image import read_image
 from lastgood.storage.manifest import Completed, Manifest
 from lastgood.workers import disk
@@ -34,7 +43,7 @@ from lastgood.workers.member import Member
 from lastgood.workers.orders import Order, OrderKind
 from lastgood.workers.processes import pid_namespace_of_this_process
 from tests.unit.stager_world import ACTOR, LocalLink, Node, commit, head, manifest_of, snapshot, stage, training, update
-from tests.unit.storage_samples import completed_of
+from tests.unit.storage_samples import completed_of, sealed
 
 
 def test_a_marked_step_is_copied_staged_accepted_published_and_loaded_back(node: Node, agent: Agent) -> None:
@@ -402,6 +411,33 @@ def test_a_changed_manifest_counts_as_absent_wherever_it_lies(node: Node, agent:
     record.write_bytes(record.read_bytes().replace(b'\\"updates\\":1', b'\\"updates\\":7'))
     found = node.call("hello", 1, []).attempts[0]
     assert (found.record, found.manifest) == (RecordState.UNKNOWN, None)
+
+
+def test_a_flipped_bit_in_completed_does_not_make_it_another_checkpoint(node: Node, agent: Agent) -> None:
+    agent.add(Member.of("actor", 0, 1, training()), "m1")
+    node.call("mark", 1, 1, 30.0)
+    snapshot(node, head())
+    commit(node, head())
+    marker = node.root / "staging/run/global_step_1/A1/COMPLETED"
+    whole = marker.read_bytes()
+    flipped = whole.replace(b'"sequence":1', b'"sequence":5')
+    assert sum((a ^ b).bit_count() for a, b in zip(whole, flipped, strict=True)) == 1
+    marker.write_bytes(flipped)
+    found = node.call("hello", 1, []).attempts[0]
+    assert (found.sequence, found.record, found.completed) == (1, RecordState.ACCEPT, False)
+
+
+@pytest.mark.parametrize("name", ["node.json", "epoch.json"])
+def test_a_directory_that_another_lastgood_wrote_is_left_to_it(tmp_path: Path, name: str) -> None:
+    first = disk.NodeDisk(tmp_path, "run", "me")
+    first.note_epoch(3)
+    first.close()
+    path = next(tmp_path.rglob(name))
+    other = sealed({**json.loads(path.read_bytes()), "format_version": 9})
+    path.write_bytes(other)
+    with pytest.raises(FormatVersionError, match="version 9, and this lastgood reads version 1 and 2"):
+        disk.NodeDisk(tmp_path, "run", "me")
+    assert path.read_bytes() == other
 
 
 def test_the_latest_add_members_call_wins_whoever_registers_last(node: Node) -> None:

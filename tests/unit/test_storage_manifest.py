@@ -31,7 +31,7 @@ from lastgood.storage.manifest import (
     Tombstone,
     read_completed,
 )
-from tests.unit.storage_samples import CREATED, manifest_of, shard_record
+from tests.unit.storage_samples import CREATED, manifest_of, sealed, shard_record
 
 
 def whole() -> Manifest:
@@ -63,7 +63,10 @@ def test_the_fast_way_of_writing_a_manifest_gives_the_canonical_bytes(names: lis
     node = names[0]
     shards = [shard_record(b"x" * 2500, rank=rank, node=node, chunks=chunks) for rank in (0, 1)]
     manifest = manifest_of(shards, tag="t", fingerprint={"b": 1, "a": [names[-1], None]})
-    assert manifest.to_bytes() == FileModel.to_bytes(manifest)
+    canonical = json.dumps(
+        manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    assert manifest.to_bytes() == f"{canonical}\n".encode()
     assert Manifest.from_bytes(manifest.to_bytes(), where="x") == manifest
 
 
@@ -96,6 +99,10 @@ def test_reading_leaves_garbage_collection_as_it_was(collecting: bool) -> None:
         gc.enable() if was_on else gc.disable()
 
 
+def json_bytes(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode()
+
+
 def examples() -> list[FileModel]:
     manifest = whole()
     completed = Completed.of(manifest, manifest.to_bytes(), CREATED)
@@ -126,27 +133,55 @@ class TestEveryFile:
     def test_reads_back_equal_and_writes_the_same_bytes(self, model: FileModel) -> None:
         data = model.to_bytes()
         assert type(model).from_bytes(data, where="x").to_bytes() == data
-        assert json.loads(data)["format_version"] == 1
+        assert json.loads(data)["format_version"] == 2
 
     def test_refuses_another_format_version_naming_both(self, model: FileModel) -> None:
-        for version in (0, 2, "1", True, None):
-            changed = json.dumps({**json.loads(model.to_bytes()), "format_version": version, "new_field": 1}).encode()
+        for version in (0, 3, "1", True, None, 2.0):
+            content = {**json.loads(model.to_bytes()), "format_version": version, "new_field": 1}
+            changed = json.dumps(content).encode() if isinstance(model, Manifest) else sealed(content)
             with pytest.raises(FormatVersionError) as caught:
                 type(model).from_bytes(changed, where="/root/file")
             text = str(caught.value)
-            assert "/root/file" in text and f"version {version!r}" in text and "reads version 1" in text
+            assert "/root/file" in text and f"version {version!r}" in text and "reads version 1 and 2" in text
 
     def test_cannot_be_made_with_another_format_version(self, model: FileModel) -> None:
         with pytest.raises(FormatVersionError):
-            type(model)(**{**dict(model), "format_version": 2})
+            type(model)(**{**dict(model), "format_version": 3})
 
     def test_refuses_unknown_and_missing_fields(self, model: FileModel) -> None:
         content = json.loads(model.to_bytes())
+        write = json_bytes if isinstance(model, Manifest) else sealed
         with pytest.raises(IntegrityError, match="surprise"):
-            type(model).from_bytes(json.dumps({**content, "surprise": 1}).encode(), where="x")
+            type(model).from_bytes(write({**content, "surprise": 1}), where="x")
         del content["format_version"]
         with pytest.raises(IntegrityError, match="no format version"):
-            type(model).from_bytes(json.dumps(content).encode(), where="x")
+            type(model).from_bytes(write(content), where="x")
+
+    def test_reads_version_1_which_had_no_digest(self, model: FileModel) -> None:
+        content = {**json.loads(model.to_bytes()), "format_version": 1}
+        digest = content.pop("sha256", None)
+        back = type(model).from_bytes(json_bytes(content), where="x")
+        if isinstance(model, Manifest):
+            assert json.loads(back.to_bytes())["format_version"] == 1  # its bytes' digest stands elsewhere
+            return
+
+        assert back.to_bytes() == model.to_bytes()
+        for wrong in ({**content, "sha256": digest}, {**content, "format_version": 2}):
+            with pytest.raises(IntegrityError, match="/root/file is not a whole"):
+                type(model).from_bytes(json_bytes(wrong), where="/root/file")
+        with pytest.raises(IntegrityError, match="a digest, which files of format version 1 do not"):
+            type(model).from_bytes(sealed(content), where="x")
+
+    def test_any_flipped_bit_is_damage_and_no_other_version(self, model: FileModel) -> None:
+        data = model.to_bytes()
+        if isinstance(model, Manifest):
+            return
+        for at in range(0, len(data), 1 + len(data) // 400):
+            for bit in range(8):
+                flipped = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+                with pytest.raises(IntegrityError, match="/root/file is not a whole") as caught:
+                    type(model).from_bytes(flipped, where="/root/file")
+                assert not isinstance(caught.value, FormatVersionError)
 
     @pytest.mark.parametrize("junk", [b"", b"\0" * 40, b"[]", b"5", b"{", b"\xff{}", b"[" * 100_000, b'{"a":1,"a":2}'])
     def test_refuses_garbage_naming_the_place(self, model: FileModel, junk: bytes) -> None:
