@@ -127,6 +127,12 @@ class Memory:
         attempt.heir = heir
         self.passing.append(attempt)
 
+    def inherit_nothing(self, committed: Attempt) -> None:
+        """Every record of an attempt that was given up says accept after all: what its heir holds is saved."""
+        held = self.held
+        if held is not None and held.origin == (committed.origin or committed.id) and not held.requests:
+            self.drop(f"attempt {committed.id} of the same copy is committed")
+
     def _let_pass(self) -> None:
         """Whose images have gone over to the heir, or cannot, are cleaned."""
         for attempt in list(self.passing):

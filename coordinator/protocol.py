@@ -367,6 +367,7 @@ class Protocol:
             }
             if attempt.head.sequence > self._parent_floor and (newer or not self._parent_is_own):
                 self.parent, self._parent_is_live, self._parent_is_own = attempt.head, True, True
+            self.memory.inherit_nothing(attempt)
             return
         if newer and not self._parent_is_live:
             self.parent = attempt.head

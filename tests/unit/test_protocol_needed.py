@@ -7,7 +7,7 @@ import pytest
 from lastgood.coordinator import commands as cmd
 from lastgood.coordinator import events as ev
 from lastgood.coordinator.memory import PATIENCE_S
-from lastgood.coordinator.messages import SaveState
+from lastgood.coordinator.messages import RecordState, SaveState
 from lastgood.coordinator.moves import Phase
 from lastgood.coordinator.outcomes import COMMITTED_OR_BEYOND
 from lastgood.coordinator.report import settled
@@ -49,6 +49,22 @@ def test_a_record_that_cannot_be_written_costs_the_attempt_and_not_the_snapshot(
     bench.to_the_end()
     assert committed_steps(bench) == [1] and heir.commit_told and first.phase is Phase.ABORTED
     assert {c.node for c in bench.said(cmd.Discard) if c.head == first.head} == {"n1", "n2"}
+
+
+def test_when_every_record_stands_after_all_the_heir_has_nothing_to_save() -> None:
+    bench = bereaved()
+    first = bench.attempt
+    accepts = bench.until(cmd.Accept)
+    for command in accepts:  # they land, and their answers are lost
+        bench.records[command.head.attempt, command.node] = RecordState.ACCEPT
+    fail_accept(bench, accepts[0])
+    for taken in bench.until(cmd.Snapshot):
+        bench.answer(taken)
+    heir = bench.core.memory.held
+    assert heir is not None and heir.origin == first.id
+    bench.pending = [command for command in bench.pending if not isinstance(command, cmd.Accept)]
+    bench.to_the_end()
+    assert first.commit_told and committed_steps(bench) == [1] and heir.phase is Phase.ABORTED
 
 
 def test_records_that_fail_again_and_again_are_tried_with_pauses_and_a_resume_waits_no_longer() -> None:
