@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from .attempt import Attempt, Pending
 from .membership import Membership, Roster, Window
 from .messages import Blame, HeldSnapshot, SaveKind, SaveState
-from .moves import COPYING, PROVEN, Cause
+from .moves import COPYING, PROVEN, Cause, Phase
 
 if TYPE_CHECKING:
     from .protocol import Protocol
@@ -144,7 +144,9 @@ class Memory:
     @property
     def unsaved(self) -> str | None:
         """What a resume does without, as a sentence: a snapshot that is not saved. None when there is none."""
-        held = self.held
+        held, front = self.held, self._core.foreground
+        if front is not None and front.phase is Phase.STAGING:
+            held = front
         if held is None:
             return None
         what = f"Step {held.head.step} lies whole in memory"
@@ -269,12 +271,15 @@ class Memory:
         return None
 
     def next_deadline_s(self) -> float:
-        """When the first request that waits for the held snapshot gives up, or it is to be staged again."""
-        held = self.held
+        """When the first request that waits for the held snapshot gives up, or it is to be staged again, or a resume
+        waits no longer for it (or for the one that is staged)."""
+        held, front = self.held, self._core.foreground
+        patience_s = front.failing_since_s + PATIENCE_S if front is not None else math.inf
         if held is None:
-            return math.inf
+            return patience_s
         again_s = self.not_before_s if self.wanted else math.inf
-        return min([again_s, held.failing_since_s + PATIENCE_S, *(pending.deadline_s for pending in held.requests)])
+        patience_s = min(patience_s, held.failing_since_s + PATIENCE_S)
+        return min([again_s, patience_s, *(pending.deadline_s for pending in held.requests)])
 
     def settle(self) -> None:
         """Ends requests whose time is up, and stages what is wanted when nothing else is under way."""
