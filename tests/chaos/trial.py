@@ -90,7 +90,7 @@ class Conduct:
         self._armed_steps: int | None = None  # steps ended when the point was armed
         self._moment_at: float | None = None  # when the moment came
         self._passed_at: float | None = None  # when the point was seen to have been passed, by one that it killed
-        self._release: Hold | None = None
+        self._releases: list[Hold] = []  # of whoever stands still at a point; the next point may come before its time
         self._before: dict[int, str] = {}
         self._calm_from = 0
         self._restart_at: dict[int, float] = {}  # slot -> when its raylet is started again
@@ -128,9 +128,9 @@ class Conduct:
             self.roots.note(entry["attempt"], entry["step"], tuple(entry["order"]), now, "witness")
         self.roots.look(now)
         self.breaker.tend()
-        if self._release is not None and self._release.until <= time.monotonic():
-            self._release.mend()
-            self._release = None
+        for release in [each for each in self._releases if each.until <= time.monotonic()]:
+            release.mend()
+            self._releases.remove(release)
         self._strike_when_due()
         self._bring_back()
         self._maybe_end()
@@ -208,7 +208,7 @@ class Conduct:
     def _let_point_go(self, fault: Fault, delay_s: float) -> None:
         point = fault.moment.point
         if point is not None:
-            self._release = Hold(time.monotonic() + delay_s, lambda: self.breaker.release(point))
+            self._releases.append(Hold(time.monotonic() + delay_s, lambda: self.breaker.release(point)))
 
     def _over(self, struck: Struck) -> None:
         self.struck.append(struck)
@@ -300,7 +300,7 @@ class Conduct:
             fault.moment.event in ("finale", "durable")
             or (fault.moment.point in RESUMING and self._armed_steps is not None)
         )
-        busy = bool(self.breaker.holds or self._restart_at or self._release is not None)
+        busy = bool(self.breaker.holds or self._restart_at or self._releases)
         if busy or (fault is not None and not waits_for_end):
             self._calm_from = self._ended()
             return
