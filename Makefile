@@ -69,7 +69,7 @@ cluster: setup  ## real Ray, real FSDP2, real SIGKILLs: minutes
 chaos: setup  ## the kill campaign (make chaos TRIALS=300 SEED=7; docs/chaos.md): hours if you like
 	$(BIN)/python -m tests.chaos --trials $(or $(TRIALS),30) --seed $(or $(SEED),1) $(ARGS)
 
-bench: setup  ## everything docs/performance.md tells, on a quiet machine (ARGS="--gb 1 --only stall,peers"): half an hour
+bench: setup  ## everything docs/performance.md tells, on a quiet machine (ARGS="--gb 1 --only stall,peers"): long
 	$(BIN)/python -m benchmarks $(ARGS)
 
 scaling: setup  ## what a commit costs with 10 to 10,000 members: minutes (ARGS="--json")

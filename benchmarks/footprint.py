@@ -29,7 +29,7 @@ from lastgood.workers.images import SHARED_MEMORY
 from lastgood.workers.stager_actor import find_stagers
 
 from . import script
-from .ranks import Rank, new_ranks, rank_of, ray_of_its_own, roots, state
+from .ranks import Rank, new_ranks, rank_of, ray_of_its_own, roots, state, until_newest
 
 MEMBERS = 2
 ROUNDS = 5
@@ -37,7 +37,6 @@ WARM_UP = 3  # images are made, and what does not change is known as such
 SETTLED = 50  # saves until growth is looked for
 SMALL_MB = 1.0
 SAMPLE_S = 0.02
-LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,7 @@ class Trial:
         assert outcome.saving, outcome.failures
 
     def until(self, so: Callable[[Any], bool]) -> None:
-        until = time.monotonic() + LIMIT_S
-        while not ((newest := self.run.latest()) and newest.step == self.step and so(newest)):
-            if time.monotonic() > until:
-                raise TimeoutError(f"step {self.step}: {self.run.status()}")
-            time.sleep(SAMPLE_S / 4)
+        until_newest(self.run, self.step, so, poll_s=SAMPLE_S / 4)
 
     def private_bytes(self) -> int:
         return sum(_private_bytes(pid) for pid in self.pids)

@@ -37,12 +37,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import lastgood
 
 from . import script
-from .ranks import ray_of_its_own, roots
+from .ranks import LIMIT_S, ray_of_its_own, roots, until_newest
 from .sharded import ShardedRank, state
 
 MEMBERS = 2
-LIMIT_S = 600.0
-POLL_S = 0.02  # of what is measured in seconds
 IDLE_S = 2.0  # how long the idle machine is looked at
 WORK_SIDE = 256  # of the matrices that work multiplies
 
@@ -190,17 +188,10 @@ class Ours(Ranks):
         assert outcome.saving, outcome.failures
 
     def commit(self) -> None:
-        self._until(lambda newest: newest.committed)
-
-    def _until(self, so: Callable[[Any], bool]) -> None:
-        until = time.monotonic() + LIMIT_S
-        while not ((newest := self.run.latest()) and newest.step == self.step and so(newest)):
-            if time.monotonic() > until:
-                raise TimeoutError(f"step {self.step}: {self.run.status()}")
-            time.sleep(POLL_S)
+        until_newest(self.run, self.step, lambda newest: newest.committed)
 
     def tidy(self) -> None:
-        self._until(lambda newest: newest.durable)
+        until_newest(self.run, self.step, lambda newest: newest.durable)
         self.ask("update")
         os.sync()
 

@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import lastgood
 
 from .qwen_shape import QwenShaped
 
+LIMIT_S = 600.0  # for one wait
 VALUE_BYTES = 14  # of one parameter: itself and two moments in float32, and what a rollout reads in bfloat16
 
 
@@ -119,6 +120,15 @@ def two_raylets() -> Iterator[tuple[Path, list[str]]]:
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+def until_newest(run: Any, step: int, so: Callable[[Any], bool], *, poll_s: float = 0.02) -> None:
+    """Waits until the run's newest checkpoint is of this step and `so`. Raises TimeoutError after LIMIT_S."""
+    until = time.monotonic() + LIMIT_S
+    while not ((newest := run.latest()) and newest.step == step and so(newest)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"step {step} after {LIMIT_S:.0f} s: {run.status()}")
+        time.sleep(poll_s)
 
 
 def roots(folder: Path) -> dict[str, Any]:

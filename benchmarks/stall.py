@@ -25,12 +25,11 @@ import torch
 import lastgood
 
 from . import script
-from .ranks import Rank, rank_of, ray_of_its_own, roots, state
+from .ranks import Rank, rank_of, ray_of_its_own, roots, state, until_newest
 
 MEMBERS = 2
 WARM_UP = 2
 IDLE_COPIES = 3.0  # length of the idle phase before the next update, in memcpys
-LIMIT_S = 600.0
 
 
 class CopyingRank(Rank):
@@ -108,11 +107,7 @@ class Trial:
 
     def settle(self) -> None:
         """Waits until the last save is durable."""
-        until = time.monotonic() + LIMIT_S
-        while not ((newest := self.run.latest()) and newest.step == self.step and newest.durable):
-            if time.monotonic() > until:
-                raise TimeoutError(f"step {self.step} is not durable after {LIMIT_S:.0f} s")
-            time.sleep(0.02)
+        until_newest(self.run, self.step, lambda newest: newest.durable)
 
     def end(self) -> None:
         self.run.close()

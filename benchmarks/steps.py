@@ -21,7 +21,7 @@ import ray
 import lastgood
 
 from . import script
-from .ranks import new_ranks, rank_of, ray_of_its_own, roots, state, two_raylets
+from .ranks import new_ranks, rank_of, ray_of_its_own, roots, state, two_raylets, until_newest
 
 MEMBERS = 2
 MANY = 32
@@ -111,8 +111,7 @@ def _saving(folder: Path, name: str, ranks: list[Any], saves: int) -> Spent:
         began = time.perf_counter()
         run.end_step(step)
         waits.append(time.perf_counter() - began)
-        while (newest := run.latest()) is None or newest.step < step:  # the next one has the foreground free
-            time.sleep(0.005)
+        until_newest(run, step, lambda newest: newest.committed, poll_s=0.005)  # the next one has the foreground free
     run.close()
     return Spent.of(f"end_step by a driver, {len(ranks)} members, a save due", waits[saves // 10 :])
 

@@ -1,208 +1,48 @@
-"""What lies at rest beside the tensors, as frozen models. The rule: strict in, canonical out.
-
-Reading refuses unknown fields, wrong types and unknown format versions (both versions are named); writing gives the
-same bytes for the same content (sorted keys, no spaces), because digests are taken over them. Nothing read here is
-ever executed or imported by name. A Manifest that can be constructed is whole: its validators hold every rule that
-can be checked without looking at the files. Every file but the manifest, whose digest stands in COMPLETED, carries a
-digest of itself: a flipped bit is damage, never another word.
+"""The files that lie at rest beside the tensors, as models (file_model.py). A Manifest that can be constructed is
+whole: its validators hold every rule that can be checked without looking at the files.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import gc
 import hashlib
 import json
-import math
-from collections.abc import Collection, Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
-    PlainSerializer,
     PrivateAttr,
     TypeAdapter,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from typing_extensions import Self
 
-from .errors import FormatVersionError, IntegrityError
-from .layout import NAME_PATTERN, RESERVED, shard_path
-
-FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)  # version 1 had no digests
-SEAL = "sha256"  # the field of a file's own digest
-
-
-def _unicode(text: str) -> str:
-    text.encode("utf-8")  # lone surrogates raise UnicodeEncodeError, a ValueError
-    return text
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _metric_in(value: Any) -> Any:
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
-
-
-def _metric_out(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-Text = Annotated[str, AfterValidator(_unicode)]
-Name = Annotated[str, Field(pattern=rf"^{NAME_PATTERN}\z")]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
-Utc = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z\z")]  # ids.utc_text makes them
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Rank = Annotated[int, Field(ge=0, lt=10**9)]
-Metric = Annotated[
-    float, BeforeValidator(_metric_in), PlainSerializer(_metric_out, when_used="json")
-]  # JSON has no NaN
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
-Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
-Nodes = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
-
-
-class Part(BaseModel):
-    """Base of everything in here: strict, frozen, no unknown fields."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-def _check_version(found: Any, what: str, where: str, reads: Collection[int] = READ_VERSIONS) -> None:
-    if type(found) is not int or found not in reads:
-        raise FormatVersionError(
-            f"{where}: this {what} has format version {found!r}, and this lastgood reads version "
-            f"{' and '.join(map(str, reads))}. Nothing was changed; use the lastgood that wrote it, or a newer one.",
-            path=where,
-            found=found,
-            supported=tuple(reads),
-        )
-
-
-class FileModel(Part):
-    """Base of the models that are one file or object each.
-
-    In memory they are of the newest format version, whatever was read.
-    """
-
-    what: ClassVar[str] = "file"
-    sealed_apart: ClassVar[Collection[str]] = ()  # fields whose digest stands in another field
-
-    format_version: int = FORMAT_VERSION
-
-    @field_validator("format_version", mode="before")
-    @classmethod
-    def _known_version(cls, value: Any) -> Any:
-        _check_version(value, cls.what, cls.what, (FORMAT_VERSION,))
-        return value
-
-    def to_bytes(self) -> bytes:
-        """The file's bytes: canonical JSON in UTF-8 and a newline; equal content gives equal bytes."""
-        content = self.model_dump(mode="json")
-        return _canonical({**content, SEAL: _digest(content, self.sealed_apart)}).encode("utf-8") + b"\n"
-
-    @classmethod
-    def from_bytes(cls, data: bytes, *, where: str) -> Self:
-        """Reads what to_bytes wrote. `where` (a path or key) is for the error.
-
-        Raises FormatVersionError for another format version, IntegrityError for anything else that is wrong.
-        """
-        with _no_collection():
-            content = _load_json(data, cls.what, where)
-            try:
-                return cls._read(content, data, where)
-            except ValidationError as error:
-                raise _broken(cls.what, where, _first_problems(error)) from error
-
-    @classmethod
-    def _read(cls, content: dict[str, Any], data: bytes, where: str) -> Self:
-        """What the file says, which has this content. The digest comes first: a damaged version is no other version."""
-        seal = content.pop(SEAL, None)
-        try:
-            sound = seal is None or seal == _digest(content, cls.sealed_apart)
-        except (ValueError, RecursionError) as error:
-            raise _broken(cls.what, where, str(error)) from error
-        if not sound:
-            raise _broken(cls.what, where, "its content has another digest than was written")
-        version = _version_in(content, cls.what, where)
-        if (version == 1) != (seal is None):
-            has = "no digest" if seal is None else "a digest"
-            raise _broken(cls.what, where, f"it has {has}, which files of format version {version} do not")
-        return cls.model_validate({**content, "format_version": FORMAT_VERSION})
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection while a file is read: it makes no cycles, and every pass over what was read so far finds
-    nothing and costs more than the reading (seen: more than half of the time for a manifest of 10,000 members)."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _version_in(content: dict[str, Any], what: str, where: str) -> int:
-    if "format_version" not in content:
-        raise _broken(what, where, "it names no format version")
-    _check_version(content["format_version"], what, where)
-    return content["format_version"]
-
-
-def _digest(content: dict[str, Any], apart: Collection[str]) -> str:
-    """A file's digest of itself: over the canonical JSON of its content, in whatever way that was written."""
-    text = _canonical({name: value for name, value in content.items() if name not in apart})
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _load_json(data: bytes, what: str, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(bytes(data).decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise _broken(what, where, f"it is not JSON ({error}; {len(data)} bytes)") from error
-    if not isinstance(content, dict):
-        raise _broken(what, where, f"it holds a JSON {type(content).__name__}, not an object")
-    return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("a key stands in it twice")
-    return content
-
-
-def _first_problems(error: ValidationError) -> str:
-    problems = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors(include_url=False)]
-    return "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
-
-
-def _broken(what: str, where: str, why: str) -> IntegrityError:
-    return IntegrityError(
-        f"{where} is not a whole {what}: {why}. It was left as it is and is not used; "
-        "take this checkpoint from another copy, or an earlier checkpoint.",
-        path=where,
-    )
+from .file_model import (
+    Count,
+    Counts,
+    FileModel,
+    Metric,
+    Name,
+    Names,
+    Nodes,
+    Part,
+    Rank,
+    Sha256,
+    Text,
+    Utc,
+    as_tuple,
+    broken,
+    canonical,
+    check_version,
+    load_json,
+    version_in,
+)
+from .layout import RESERVED, shard_path
 
 
 class Chunk(Part):
@@ -241,8 +81,8 @@ class ShardRecord(Part):
     """One shard file: whose it is, how long, and the digest of every block. Fields in the order of names."""
 
     block_bytes: Annotated[int, Field(ge=1)]
-    blocks: Annotated[tuple[Sha256, ...], BeforeValidator(_as_tuple)]
-    chunks: Annotated[tuple[Chunk, ...], BeforeValidator(_as_tuple)] = ()
+    blocks: Annotated[tuple[Sha256, ...], BeforeValidator(as_tuple)]
+    chunks: Annotated[tuple[Chunk, ...], BeforeValidator(as_tuple)] = ()
     component: Name
     digest: Sha256
     nbytes: Count
@@ -322,13 +162,13 @@ class Manifest(FileModel):
     tag: Name | None = None
     reason: Text = ""
     requested_by: Text = ""
-    requests: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()  # ids: each is served once, over restarts
+    requests: Annotated[tuple[Text, ...], BeforeValidator(as_tuple)] = ()  # ids: each is served once, over restarts
     created_at: Utc
     parent: Parent | None = None
     roles: dict[Name, RoleRecord]
-    members: Annotated[tuple[MemberRecord, ...], BeforeValidator(_as_tuple)]
+    members: Annotated[tuple[MemberRecord, ...], BeforeValidator(as_tuple)]
     participants: Nodes  # nodes whose accept the commit needs: all that hold shards
-    shards: Annotated[tuple[ShardRecord, ...], BeforeValidator(_as_tuple)]
+    shards: Annotated[tuple[ShardRecord, ...], BeforeValidator(as_tuple)]
     metrics: dict[Text, Metric] = Field(default_factory=dict)
     fingerprint: dict[Text, JsonValue] = Field(default_factory=dict)
     versions: dict[Text, Text] = Field(default_factory=dict)
@@ -336,12 +176,12 @@ class Manifest(FileModel):
     @field_validator("format_version", mode="before")
     @classmethod
     def _known_version(cls, value: Any) -> Any:
-        _check_version(value, cls.what, cls.what)
+        check_version(value, cls.what, cls.what)
         return value
 
     @classmethod
     def _read(cls, content: dict[str, Any], data: bytes, where: str) -> Self:
-        _version_in(content, cls.what, where)
+        version_in(content, cls.what, where)
         return cls.model_validate_json(data)  # faster than from the content, for many members
 
     @field_validator("fingerprint")
@@ -382,7 +222,7 @@ class Manifest(FileModel):
         That is canonical because their models hold only text, counts and lists of them, in fields that are declared in
         the order of their names.
         """
-        texts = {name: _canonical(value) for name, value in self.model_dump(mode="json", exclude=_LONG).items()}
+        texts = {name: canonical(value) for name, value in self.model_dump(mode="json", exclude=_LONG).items()}
         texts["members"] = _MEMBERS.dump_json(self.members).decode()
         texts["shards"] = _SHARDS.dump_json(self.shards).decode()
         return ("{" + ",".join(f'"{name}":{texts[name]}' for name in sorted(texts)) + "}\n").encode()
@@ -476,7 +316,7 @@ class Tombstone(FileModel):
 
 def read_completed(data: bytes, *, where: str) -> Completed | Tombstone:
     """Reads what stands under an attempt's COMPLETED. Raises IntegrityError (FormatVersionError) for garbage."""
-    content = _load_json(data, Completed.what, where)
+    content = load_json(data, Completed.what, where)
     if "tombstone" in content:
         return Tombstone.from_bytes(data, where=where)
     return Completed.from_bytes(data, where=where)
@@ -556,7 +396,7 @@ class Record(FileModel):
     def read_manifest(self, *, where: str) -> Manifest:
         """The manifest of an accept. Raises IntegrityError when it has none or it is broken."""
         if self.manifest is None:
-            raise _broken(self.what, where, f"a {self.state} holds no manifest")
+            raise broken(self.what, where, f"a {self.state} holds no manifest")
         if self._content is None:
             self._content = Manifest.from_bytes(self.manifest.encode("utf-8"), where=where)
         return self._content
@@ -570,7 +410,7 @@ class StagedList(FileModel):
     run: Name
     head: Head
     node: Text
-    shards: Annotated[tuple[ShardRecord, ...], BeforeValidator(_as_tuple)]
+    shards: Annotated[tuple[ShardRecord, ...], BeforeValidator(as_tuple)]
 
 
 class DurableNote(FileModel):

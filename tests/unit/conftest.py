@@ -19,6 +19,15 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
+def keeping_node(tmp_path: Path) -> Iterator[Node]:
+    """One of a run with snapshot_freq."""
+    (tmp_path / "store").mkdir()
+    here = Node(tmp_path, images_per_component=2)
+    yield here
+    here.close()
+
+
+@pytest.fixture
 def agent(node: Node) -> Iterator[Agent]:
     here = Agent("run", LocalLink(node))
     yield here

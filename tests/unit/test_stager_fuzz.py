@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,21 +183,13 @@ class Story:
         assert not self.node.stager._staging._snapshots
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    (tmp_path / "store").mkdir()
-    node = Node(tmp_path, images_per_component=2)
-    yield node
-    node.close()
-
-
 @pytest.mark.parametrize(
     "seed", [*range(6), 16, 30, 45, 53, 61, 70, 72, 82, 87, 99]
 )  # those after 5 have found something
-def test_what_is_committed_is_of_its_step(node: Node, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_what_is_committed_is_of_its_step(keeping_node: Node, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(staging, "LET_GO_S", SHORT_S)
     draw = random.Random(seed)
-    story = Story(node, draw, Disk(draw, monkeypatch))
+    story = Story(keeping_node, draw, Disk(draw, monkeypatch))
     acts = (story.copy, story.copy, story.copy, story.save, story.save, story.hang_no_more, story.die, story.end_resume)
     while story.step < STEPS:
         draw.choice((*acts, story.take_over))()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ from lastgood.workers.agent import Agent
 from lastgood.workers.member import Member
 from lastgood.workers.staging import Staging
 from tests.unit.stager_world import ACTOR, LocalLink, Node, commit, head, snapshot, training, update
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    (tmp_path / "store").mkdir()
-    node = Node(tmp_path, images_per_component=2)
-    yield node
-    node.close()
 
 
 class Optimizer:
@@ -75,60 +66,62 @@ def standing(node: Node, work: Callable[[], Any]) -> None:
 
 
 def test_no_image_of_a_save_that_is_still_written_is_filled_for_the_next_step(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    keeping_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = Optimizer(monkeypatch)
-    state, agent = started(node)
+    state, agent = started(keeping_node)
     weight = state["model"].weight.detach().clone()
     with pytest.raises(DeadlineError):
-        node.call("stage", 1, head(), 0.5)  # the model is on the disk, the optimizer is not
+        keeping_node.call("stage", 1, head(), 0.5)  # the model is on the disk, the optimizer is not
     update(state)
-    node.call("mark", 1, 2, 30.0)
-    snapshot(node, head("A2", 2, 1, 2))
-    standing(node, optimizer.end)
-    node.call("discard", 1, head("A2", 2, 1, 2))
+    keeping_node.call("mark", 1, 2, 30.0)
+    snapshot(keeping_node, head("A2", 2, 1, 2))
+    standing(keeping_node, optimizer.end)
+    keeping_node.call("discard", 1, head("A2", 2, 1, 2))
     agent.close()
-    commit(node, head())
-    saved = load_file(node.root / "staging/run/global_step_1/A1/actor/rank_00000.model.safetensors")
+    commit(keeping_node, head())
+    saved = load_file(keeping_node.root / "staging/run/global_step_1/A1/actor/rank_00000.model.safetensors")
     assert torch.equal(saved["weight"], weight)
 
 
 @pytest.mark.parametrize("how", ["the resume ends", "a new process makes its images"])
-def test_what_is_half_on_the_disk_stays_in_memory(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_what_is_half_on_the_disk_stays_in_memory(
+    keeping_node: Node, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     optimizer = Optimizer(monkeypatch)
-    state, agent = started(node)
+    state, agent = started(keeping_node)
     weight = state["model"].weight.detach().clone()
     agent.close()
     with pytest.raises(DeadlineError):
-        node.call("stage", 1, head(), 0.5)
+        keeping_node.call("stage", 1, head(), 0.5)
     if how == "the resume ends":
-        node.call("forget", 1)
+        keeping_node.call("forget", 1)
     else:
-        agent = Agent("run", LocalLink(node))
+        agent = Agent("run", LocalLink(keeping_node))
         agent.add(Member.of("actor", 0, 1, training()), "m2")
-        node.call("mark", 1, 1, 30.0)
+        keeping_node.call("mark", 1, 1, 30.0)
         assert agent._images._making is not None
         agent._images._making.join(30)
         agent.close()
-    standing(node, optimizer.end)
-    commit(node, head())
-    saved = load_file(node.root / "staging/run/global_step_1/A1/actor/rank_00000.model.safetensors")
+    standing(keeping_node, optimizer.end)
+    commit(keeping_node, head())
+    saved = load_file(keeping_node.root / "staging/run/global_step_1/A1/actor/rank_00000.model.safetensors")
     assert torch.equal(saved["weight"], weight)
-    assert not node.stager._staging._snapshots
+    assert not keeping_node.stager._staging._snapshots
 
 
 def test_a_take_over_that_meets_a_write_that_hangs_is_made_when_that_has_ended(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    keeping_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = Optimizer(monkeypatch)
-    _, agent = started(node)
+    _, agent = started(keeping_node)
     with pytest.raises(DeadlineError):
-        node.call("stage", 1, head(), 0.5)
+        keeping_node.call("stage", 1, head(), 0.5)
     after = head("B1", 1, 2, 2)
     order = SnapshotOrder(after, (ACTOR,), 0.2, keepsake=Keepsake((), {}, ()), origin="A1")
     with pytest.raises(StagingError, match="still writes it"):
-        node.call("snapshot", 2, order)
-    standing(node, optimizer.end)
-    node.call("snapshot", 2, order)
-    commit(node, after)
+        keeping_node.call("snapshot", 2, order)
+    standing(keeping_node, optimizer.end)
+    keeping_node.call("snapshot", 2, order)
+    commit(keeping_node, after)
     agent.close()
